@@ -250,7 +250,7 @@ def ports_as_before(run_dir: Path, listen: Sequence[str]) -> list[str]:
 
     Peers look for a leader that is gone where it was. A port that is taken now is not asked for.
     """
-    from peer.events import read_status
+    from swarm.events import read_status
 
     link = str(((read_status(run_dir / "status.json") or {}).get("run") or {}).get("link", ""))
     ports = dict.fromkeys(_TCP_PORT.findall(link))

@@ -13,16 +13,6 @@ from peer.members import Member
 RECENT = 200
 
 
-def leader_key(run_id: str) -> str:
-    """The directory key under which a run's leader announces itself."""
-    return f"{run_id}/leader"
-
-
-def peers_key(run_id: str) -> str:
-    """The directory key under which a run's replicas announce themselves."""
-    return f"{run_id}/peers"
-
-
 class Status:
     """Builds the status dict: what `swarm status`, the terminal view and the dashboard show."""
 

@@ -13,7 +13,6 @@ from typing import Any
 
 from peer.checkpointing import Checkpointer
 from peer.disk import FileDisk, write_durably
-from peer.events import EventLog, write_status
 from peer.inquiries import stage_hashes, validate
 from peer.lan import announce_on_lan
 from peer.launch import (
@@ -26,18 +25,20 @@ from peer.launch import (
 )
 from peer.leader import Leader, StepResult
 from peer.members import Standing
-from peer.publish import Status, leader_key
+from peer.publish import Status
 from peer.quorum import Quorum
 from peer.report import ReportWriter, final_report, step_line
 from peer.trainer import Trainer
 from swarm.config import RunConfig, canonical_bytes
 from swarm.data.dataset import Dataset
 from swarm.errors import StorageError, SwarmError
+from swarm.events import EventLog, write_status
 from swarm.model import build_pipeline
 from swarm.net.channel import Channel, Message, Method, no_tensors
 from swarm.net.identity import Identity
 from swarm.net.link import format_link, group_by_peer
 from swarm.net.links import Links
+from swarm.net.records import leader_key
 from swarm.tasks import TaskSet
 from swarm.terms import new_incarnation
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from peer.launch import Node, be_exact, choose_device, keep_freed_memory, numerics_of
 from peer.member import Member
-from peer.publish import leader_key, peers_key
 from swarm.averaging import GroupAllReduce
 from swarm.averaging.policy import ExactPolicy
 from swarm.compute import ThreadCompute
@@ -24,6 +23,7 @@ from swarm.net.channel import Channel, Message, Method, no_tensors
 from swarm.net.identity import Identity
 from swarm.net.link import JoinLink, format_link
 from swarm.net.links import Links
+from swarm.net.records import leader_key, peers_key
 from swarm.terms import new_incarnation
 
 log = logging.getLogger(__name__)

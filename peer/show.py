@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from peer.events import EventTail, read_status
 from peer.local import LocalSwarm
 from peer.view import TerminalView
+from swarm.events import EventTail, read_status
 
 REFRESH_S = 0.5
 

@@ -19,9 +19,9 @@ def show_status(where: str | None, *, as_json: bool) -> None:
 
     With neither: of $SWARM_JOIN, of the newest run in `runs/` here, or of the last swarm joined.
     """
-    from peer.events import read_status
     from peer.serve import JOIN_VARIABLE, last_swarm
     from peer.view import print_status
+    from swarm.events import read_status
 
     where = where or os.environ.get(JOIN_VARIABLE) or _newest_run() or last_swarm()
     if where is None:

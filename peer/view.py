@@ -19,7 +19,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from peer.view_text import (
+from swarm.names import friendly_name
+from swarm.words import (
     ASCII,
     UNICODE,
     Glyphs,
@@ -42,7 +43,6 @@ from peer.view_text import (
     service_text,
     sparkline,
 )
-from swarm.names import friendly_name
 
 __all__ = ["TerminalView", "plain_line", "print_status", "render"]
 

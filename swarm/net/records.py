@@ -34,6 +34,16 @@ class Record:
     value: dict[str, object]
 
 
+def leader_key(run_id: str) -> str:
+    """The directory key under which a run's leader announces itself."""
+    return f"{run_id}/leader"
+
+
+def peers_key(run_id: str) -> str:
+    """The directory key under which a run's replicas announce themselves."""
+    return f"{run_id}/peers"
+
+
 def pack_header(key: str, value: Mapping[str, object], issued: float, expires: float) -> bytes:
     """Raises ValueError for what no reader would accept: a mistake of the caller."""
     if not 0 < expires - issued <= MAX_TTL_S:

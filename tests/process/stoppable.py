@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from peer import witness
-from peer.events import tail_events
 from peer.local import LEADER, LocalSwarm
+from swarm.events import tail_events
 
 STOP = "stop"
 WAIT_S = 60.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from peer.events import KINDS, EventLog, EventTail, read_status, tail_events, write_status
+from swarm.events import KINDS, EventLog, EventTail, read_status, tail_events, write_status
 from swarm.names import ADJECTIVES, ANIMALS, friendly_name
 
 

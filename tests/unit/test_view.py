@@ -14,7 +14,8 @@ from rich.console import Console
 
 from peer.leader import StepResult
 from peer.view import TerminalView, plain_line, print_status, render
-from peer.view_text import (
+from swarm.names import friendly_name
+from swarm.words import (
     bytes_text,
     count_text,
     duration_text,
@@ -23,7 +24,6 @@ from peer.view_text import (
     service_text,
     sparkline,
 )
-from swarm.names import friendly_name
 
 
 def a_replica(number: int, stage: int, standing: str = "serving", **more: Any) -> dict[str, Any]:
@@ -262,7 +262,7 @@ def test_remaining_time_needs_a_speed() -> None:
 
 
 def test_every_kind_of_event_is_news_or_known_not_to_be() -> None:
-    from peer.events import KINDS
+    from swarm.events import KINDS
 
     silent = {kind for kind in KINDS if event_text({"event": kind}) is None}
     assert silent == {"run", "step", "failed"}

@@ -1,4 +1,4 @@
-"""The words, numbers and small pictures of the terminal view. Pure; nothing here knows of a screen.
+"""The words, numbers and small pictures in which people are told of a run, on any screen. Pure.
 
 A status may come from another machine: whatever has not the expected type counts as missing, and
 text loses what could steer a terminal (control and direction characters) and its tail.
