@@ -82,7 +82,6 @@ def leader(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
     import peer.run_leader
     import swarm.net.channel as channel
     from peer.leader import Leader, StepResult
-    from swarm.step import Issue, Step
 
     free_steps = int(os.environ.get(FREE_STEPS, "0"))
     sent_bytes = 0
@@ -119,12 +118,14 @@ def leader(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
 
             await _serve("leader", give)
             await _serve("replicas", replicas)
+            self.said, self.probe = self.probe, self._note
             await super().begin()
 
-        def _start(self, step: Step, issue: Issue) -> None:
-            for replica in issue.route:
-                self.first_issue.setdefault(replica, time.perf_counter())
-            super()._start(step, issue)
+        def _note(self, point: str, **facts: Any) -> None:
+            if point == "issue":
+                for replica in facts["route"]:
+                    self.first_issue.setdefault(replica, time.perf_counter())
+            self.said(point, **facts)
 
         def _bytes(self) -> int:
             opened = [self.links.open_channel(member.incarnation) for member in self.members]

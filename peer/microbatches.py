@@ -159,7 +159,7 @@ class Microbatches:
     async def _drive(self, step: Step, issue: Issue) -> None:
         """One try of one microbatch along its route, and what follows from its failure."""
         leader = self.leader
-        leader.probe("issue", step=step.number, index=issue.index)
+        leader.probe("issue", step=step.number, index=issue.index, route=issue.route)
         for replica in issue.route:
             leader.router.started(replica)
             leader.watch.gave_work(replica)
