@@ -20,7 +20,7 @@ from collections.abc import Coroutine, Sequence
 
 from swarm.errors import StreamClosedError, TransportError, UnreachableError
 from swarm.net.p2pd import P2PDaemon
-from swarm.net.p2pd_control import base58_encode, read_message
+from swarm.net.p2pd_control import base58_encode, read_exactly, read_message
 from swarm.net.socket_stream import SocketStream
 from swarm.net.transport import Handler, Stream
 
@@ -29,7 +29,9 @@ log = logging.getLogger("swarm.net")
 _REFRESH_S = 30.0
 _GRACE_S = 0.25
 _BACKOFF_POLL_S = 0.5
-_LAST_WORDS_S = 1.0
+_LAST_WORDS_S = 3.0
+_MAX_LAST_WORDS = 128
+_PING = "/ipfs/ping/1.0.0"  # every libp2p host echoes 32 bytes on it
 _TCP_ADDRESS = re.compile(r"/ip[46]/([^/]+)/tcp/(\d{1,5})(?:/|$)")
 
 
@@ -50,8 +52,8 @@ class Libp2pTransport:
         self._streams: dict[int, SocketStream] = {}
         self._nameless: dict[socket.socket, None] = {}  # accepted, header not yet read
         self._tasks: set[asyncio.Task[None]] = set()
+        self._told: dict[str, None] = {}  # peers with which a stream was closed, newest last
         self._closed = False
-        self._no_streams = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(daemon.incoming.fileno(), self._accept)
         self._spawn(self._notice_loss())
@@ -205,8 +207,11 @@ class Libp2pTransport:
 
     def _forget(self, stream: SocketStream) -> None:
         self._streams.pop(id(stream), None)
-        if self._closed and not self._streams:
-            self._no_streams.set()
+        if stream.drained:
+            self._told.pop(stream.peer, None)
+            self._told[stream.peer] = None
+            if len(self._told) > _MAX_LAST_WORDS:
+                del self._told[next(iter(self._told))]
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(coroutine)
@@ -226,9 +231,10 @@ class Libp2pTransport:
                 _, self._addresses = await self.daemon.identify()
 
     async def close(self) -> None:
-        """See Transport. The daemon is gone when this returns, within about 3 s.
+        """See Transport. The daemon is gone when this returns.
 
-        Streams that were closed, not aborted, get up to a second of it to deliver.
+        What was sent on streams that were closed, not aborted, is with the peers' daemons by then,
+        except with peers that take nothing any more: they get `_LAST_WORDS_S` together.
         """
         if self._closed:
             return
@@ -236,10 +242,10 @@ class Libp2pTransport:
         self._loop.remove_reader(self.daemon.incoming.fileno())
         for stream in list(self._streams.values()):
             stream.abort_unless_closed()
-        if self._streams and not self.lost.is_set():
-            with contextlib.suppress(TimeoutError):
+        if not self.lost.is_set():
+            with contextlib.suppress(TimeoutError, TransportError):
                 async with asyncio.timeout(_LAST_WORDS_S):
-                    await self._no_streams.wait()
+                    await self._deliver_last_words()
         for stream in list(self._streams.values()):
             stream.abort()
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
@@ -249,6 +255,34 @@ class Libp2pTransport:
         for connection in self._nameless:  # their tasks were cancelled before they began
             connection.close()
         await self.daemon.close()
+
+    async def _deliver_last_words(self) -> None:
+        """Until the peers' daemons have what closed streams sent.
+
+        A daemon hangs up when it has taken a stream's last byte, but then that may still be in its
+        queue. It sends to a peer in order, over one connection; so when the peer's daemon answers
+        a ping that was sent later, it has all that went before.
+        """
+        closing = list(self._streams.values())
+        peers = dict.fromkeys([*self._told, *(stream.peer for stream in closing)])
+
+        async def deliver(peer: str) -> None:
+            for stream in closing:
+                if stream.peer == peer:
+                    await stream.gone.wait()
+            if await self.daemon.is_connected(peer):
+                await self._ping(peer)
+
+        await asyncio.gather(*(deliver(peer) for peer in peers), return_exceptions=True)
+
+    async def _ping(self, peer_id: str) -> None:
+        """One round trip to the peer's daemon. Raises TransportError or OSError; may hang."""
+        connection, _ = await self.daemon.open_stream(peer_id, _PING, _LAST_WORDS_S)
+        try:
+            await self._loop.sock_sendall(connection, bytes(32))
+            await read_exactly(connection, 32)
+        finally:
+            connection.close()
 
 
 async def _answering(addresses: Sequence[str], timeout_s: float) -> list[str]:

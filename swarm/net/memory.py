@@ -131,7 +131,7 @@ class MemoryStream:
         self._closed = True
 
     def finish(self) -> None:
-        """The handler has returned: abort, but what was sent before a close still arrives."""
+        """Its user has gone: abort, but what was sent before a close still arrives."""
         if not self._closed:
             self.abort()
             return
@@ -202,14 +202,19 @@ class MemoryTransport:
 
     def abort(self) -> None:
         """What the end of a process does: every stream ends, nothing is served any more."""
-        self.closed = True
         for stream in list(self.streams):
             stream.abort()
+        self._serve_no_more()
+
+    def _serve_no_more(self) -> None:
+        self.closed = True
         for task in list(self.tasks):
             task.cancel()
 
     async def close(self) -> None:
-        self.abort()
+        for stream in list(self.streams):
+            stream.finish()
+        self._serve_no_more()
         current = asyncio.current_task()
         await asyncio.gather(
             *(task for task in self.tasks if task is not current), return_exceptions=True

@@ -40,7 +40,7 @@ async def read_message(connection: socket.socket) -> bytes:
     """One varint-prefixed message, reading not a byte more. Raises ConnectionError at the end."""
     length, shift = 0, 0
     while True:
-        byte = (await _read_exactly(connection, 1))[0]
+        byte = (await read_exactly(connection, 1))[0]
         length |= (byte & 0x7F) << shift
         shift += 7
         if byte < 0x80:
@@ -49,10 +49,11 @@ async def read_message(connection: socket.socket) -> bytes:
             raise ConnectionError("overlong length from the daemon")
     if length > _MAX_CONTROL_BYTES:
         raise ConnectionError("oversized message from the daemon")
-    return await _read_exactly(connection, length)
+    return await read_exactly(connection, length)
 
 
-async def _read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+async def read_exactly(connection: socket.socket, num_bytes: int) -> bytes:
+    """Raises ConnectionError at the end."""
     loop = asyncio.get_running_loop()
     data = b""
     while len(data) < num_bytes:

@@ -35,6 +35,8 @@ class SocketStream:
     ) -> None:
         self.peer = peer
         self.received_bytes = 0
+        self.gone = asyncio.Event()  # the socket is closed; see `drained`
+        self.drained = False  # closed, and the daemon has taken every byte
         self._socket = connection
         self._descriptor = connection.fileno()
         self._loop = asyncio.get_running_loop()
@@ -198,6 +200,7 @@ class SocketStream:
             try:
                 self._receive_some(void)
             except StreamClosedError:
+                self.drained = True
                 self._finish()
 
         self._loop.add_reader(self._descriptor, discard)
@@ -227,4 +230,5 @@ class SocketStream:
         if self._socket.fileno() != -1:
             self._loop.remove_reader(self._descriptor)
             self._socket.close()
+            self.gone.set()
             self._on_end(self)

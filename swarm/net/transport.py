@@ -66,7 +66,10 @@ class Transport(Protocol):
         """Open a stream. Raises UnreachableError: no such peer, refused, not in time."""
 
     async def close(self) -> None:
-        """Abort all streams and stop serving. Idempotent."""
+        """Abort all streams and stop serving. Idempotent.
+
+        What was sent on streams that had been closed still arrives at peers that take it.
+        """
 
 
 class Directory(Protocol):

@@ -290,6 +290,21 @@ async def check_serve_again_replaces(peers: list[Transport]) -> None:
     assert await stream.receive_exactly(3) == b"two"
 
 
+async def check_closing_transport_delivers_last_words(peers: list[Transport]) -> None:
+    heard: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def listen(stream: Stream) -> None:
+        heard.put_nowait(await receive_framed(stream))
+
+    data = random.Random(1).randbytes(300_000)
+    peers[1].serve("/words/1", listen)
+    here = await peers[0].dial(peers[1].peer_id, "/words/1", peers[1].addresses)
+    await send_framed(here, data)
+    await here.close()
+    await peers[0].close()
+    assert await heard.get() == data
+
+
 async def check_closing_transport_ends_streams(peers: list[Transport]) -> None:
     here, there, _ = await pair(peers)
     pending = [

@@ -103,9 +103,7 @@ def test_close_leaves_nothing(sockets_in: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_a_closed_stream_delivers_its_last_words() -> None:
-    """The end of a stream waits for them; the end of a transport promises nothing (`Transport`)."""
-
+def test_last_words_are_delivered_before_the_daemon_ends() -> None:
     async def main() -> None:
         transport, other = await Libp2pTransport.create(), await Libp2pTransport.create()
         heard: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -117,9 +115,34 @@ def test_a_closed_stream_delivers_its_last_words() -> None:
         stream = await transport.dial(other.peer_id, "/words/1", other.addresses)
         await stream.send([bytes(300_000)])
         await stream.close()
+        await transport.close()
         async with asyncio.timeout(10):
             assert await heard == bytes(300_000)
-        await transport.close()
+        await other.close()
+
+    asyncio.run(main())
+
+
+def test_a_peer_that_reads_nothing_does_not_keep_a_transport_from_closing() -> None:
+    async def main() -> None:
+        transport, other = await Libp2pTransport.create(), await Libp2pTransport.create()
+
+        async def hold(stream: Stream) -> None:
+            await asyncio.sleep(600)
+
+        other.serve("/hold/1", hold)
+        stream = await transport.dial(other.peer_id, "/hold/1", other.addresses)
+        sending = asyncio.create_task(stream.send([bytes(64 << 20)]))
+        done, _ = await asyncio.wait([sending], timeout=1.0)
+        assert not done  # all buffers on the way are full
+        await stream.close()
+        with pytest.raises(StreamClosedError):
+            await sending
+        process = transport.daemon._process
+        assert process is not None
+        async with asyncio.timeout(20):
+            await transport.close()
+        assert not psutil.pid_exists(process.pid)
         await other.close()
 
     asyncio.run(main())
