@@ -57,13 +57,12 @@ class Quorum:
         me: str,
         disk: VoteDisk,
         *,
-        epoch: int = 0,
         addresses: Callable[[str], Sequence[str]] = lambda peer: (),
         on_succeeded: Callable[[Term], None] = lambda term: None,
     ) -> None:
         if me not in trainers:
             raise ValueError("only the run's trainers vote")
-        self.trainers, self.me, self.epoch = tuple(trainers), me, epoch
+        self.trainers, self.me = tuple(trainers), me
         self.term = NO_TERM  # the one we lead in, if any
         self._disk, self.addresses, self.on_succeeded = disk, addresses, on_succeeded
         self._highest_seen = disk.vote.promised
@@ -90,12 +89,15 @@ class Quorum:
 
     # ---- as a leader ----------------------------------------------------------------------------
 
-    async def elect(self) -> Record | None:
+    async def elect(self, *, new_epoch: bool = False) -> Record | None:
         """Win a term of our own; returns the newest committed record, completed if need be.
+
+        With `new_epoch` the term is of an epoch that nobody has seen, for a record that opens it.
 
         Raises SupersededError when another trainer holds a higher term: back off, then try again.
         """
-        term = next_term(self.epoch, (self.vote.promised, self._highest_seen), self._incarnation)
+        seen = (self.vote.promised, self._highest_seen)
+        term = next_term(seen, self._incarnation, self.vote.committed, new_epoch=new_epoch)
         mine = await self._change(lambda vote: on_prepare(vote, term))
         if not mine.yes:
             raise SupersededError(mine.reason)
@@ -219,7 +221,7 @@ class Quorum:
         self._from_trainer(channel)
         body = message.body
         match body.get("key"):
-            case [term, int(step), int(attempt)] if step >= 0 and 0 <= attempt <= COMPLETING:
+            case [term, int(step), int(attempt)] if step >= -1 and 0 <= attempt <= COMPLETING:
                 key = Key(Term.read(term), step, attempt)
             case _:
                 raise WireError("an accept without a key")

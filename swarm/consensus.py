@@ -7,6 +7,11 @@ is the base; what is added here is that accepting step t implies that t-1 is com
 record in flight suffices), and the *empty record*, with which a leader that found nothing accepted
 voids what earlier leaders may have left behind, before it lets a replica average.
 
+A run goes back to a checkpoint by a record like any other: it is chosen for the place after the
+newest one, in a term of an epoch above all that were seen, and names the step it goes back to. So
+places are not steps: what a trainer has accepted is for the place after the record it knows
+committed, always, and records compare by (epoch, step), which grows from place to place.
+
 Votes count per peer id, not per incarnation: a trainer that restarts with its disk is the same
 voter.
 """
@@ -37,7 +42,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """What a trainer has accepted for the step after its newest record. None: the empty record."""
+    """What a trainer has accepted for the place after its newest record. None: the empty record."""
 
     key: Key
     record: Record | None
@@ -102,33 +107,46 @@ def on_prepare(vote: Vote, term: Term) -> Answer:
 def on_accept(vote: Vote, key: Key, record: Record | None, predecessor: Record | None) -> Answer:
     """A leader asks to accept `record` (None: the empty record) for `key.step`.
 
-    `predecessor` is the record of the step before, committed by implication. The vote in the
+    `predecessor` is the record of the place before, committed by implication. The vote in the
     answer must be durable before the answer is sent.
     """
-    if vote.next_step > key.step:
-        return Answer(False, vote, f"step {key.step} is committed")
     if key.term < vote.promised:
         return Answer(False, vote, f"term {vote.promised.counter} was promised")
-    if vote.accepted is not None and vote.accepted.key.step == key.step and key < vote.accepted.key:
-        return Answer(False, vote, "a later one is accepted")
-    if predecessor is not None and predecessor.step != key.step - 1:
-        return Answer(False, vote, "the predecessor is of another step")
-    if predecessor is None and key.step != vote.next_step:
-        return Answer(False, vote, "the predecessor is missing")
     committed = vote.committed
-    if predecessor is not None and (committed is None or committed.step < predecessor.step):
-        committed = predecessor
-    return Answer(True, Vote(key.term, committed, Acceptance(key, record)))
+    if committed is not None and _place(predecessor) < committed.position:
+        return Answer(False, vote, f"step {committed.step} is committed")
+    if not follows(key, record, predecessor):
+        return Answer(False, vote, "it does not follow its predecessor")
+    here = _place(predecessor) == _place(committed)
+    if here and predecessor and committed and predecessor.hash != committed.hash:
+        return Answer(False, vote, f"another record of step {committed.step} is committed")
+    if here and vote.accepted is not None and key < vote.accepted.key:
+        return Answer(False, vote, "a later one is accepted")
+    return Answer(True, Vote(key.term, predecessor, Acceptance(key, record)))
+
+
+def _place(committed: Record | None) -> tuple[int, int]:
+    """The place after which the next one is accepted; before all others for None."""
+    return committed.position if committed else (-1, -1)
+
+
+def follows(key: Key, record: Record | None, predecessor: Record | None) -> bool:
+    """Whether this may stand in the place after `predecessor` (None: in the first)."""
+    epoch, next_step = (0, 0) if predecessor is None else (predecessor.epoch, predecessor.step + 1)
+    if record is None:
+        return key.step == next_step
+    if record.step != key.step:
+        return False
+    if record.restores:
+        return record.epoch > epoch
+    return record.step == next_step and record.epoch >= epoch
 
 
 def on_committed(vote: Vote, record: Record) -> Vote:
-    """A record is known to be committed. An acceptance of its step or before is history then."""
-    if vote.committed is not None and vote.committed.step >= record.step:
+    """A record is known to be committed. What was accepted for its place or before is history."""
+    if vote.committed is not None and vote.committed.position >= record.position:
         return vote
-    accepted = vote.accepted
-    if accepted is not None and accepted.key.step <= record.step:
-        accepted = None
-    return Vote(vote.promised, record, accepted)
+    return Vote(vote.promised, record, None)
 
 
 def is_majority(voters: Iterable[str], trainers: Sequence[str]) -> bool:
@@ -147,33 +165,39 @@ class Opening(NamedTuple):
 def open_term(votes: Mapping[str, Vote]) -> Opening:
     """From the promises of a majority: the newest committed record, and what may be chosen already.
 
-    Of several acceptances for the step after it the highest key counts; the empty record there
+    Of several acceptances for the place after it the highest key counts; the empty record there
     means that nothing is left to complete.
     """
-    base = max(
-        (vote.committed for vote in votes.values() if vote.committed is not None),
-        key=lambda record: record.step,
-        default=None,
-    )
+    base = max((vote.committed for vote in votes.values()), key=_place, default=None)
     step = base.step + 1 if base else 0
     accepted = [
         vote.accepted
         for vote in votes.values()
-        if vote.accepted is not None and vote.accepted.key.step == step
+        if vote.accepted is not None and _place(vote.committed) == _place(base)
     ]
     if not accepted:
         return Opening(base, None, f"nothing is accepted for step {step}")
     newest = max(accepted, key=lambda each: each.key)
-    if newest.record is None:
-        return Opening(base, None, f"step {step} was voided in term {newest.key.term.counter}")
-    return Opening(
-        base, newest.record, f"step {step} may be committed in term {newest.key.term.counter}"
-    )
+    counter, record = newest.key.term.counter, newest.record
+    if record is None:
+        return Opening(base, None, f"step {step} was voided in term {counter}")
+    if record.restores:
+        what = f"going back to step {record.step + 1} may be committed in term {counter}"
+        return Opening(base, record, what)
+    return Opening(base, record, f"step {step} may be committed in term {counter}")
 
 
-def next_term(epoch: int, seen: Iterable[Term], incarnation: str) -> Term:
-    """A term above all that were seen. Raises WireError when counters are exhausted."""
+def next_term(
+    seen: Iterable[Term], incarnation: str, committed: Record | None = None, *, new_epoch: bool
+) -> Term:
+    """A term above all that were seen, in the newest epoch or a new one.
+
+    Raises WireError when counters are exhausted.
+    """
+    seen = list(seen)
     counter = max((term.counter for term in seen), default=0) + 1
-    if counter >= MAX_COUNTER:
+    epochs = [term.epoch for term in seen] + ([committed.epoch] if committed else [])
+    epoch = max(epochs, default=0) + new_epoch
+    if max(counter, epoch) >= MAX_COUNTER:
         raise WireError("term counters are exhausted")
     return Term(epoch, counter, incarnation)

@@ -2,7 +2,8 @@
 
 A term names one leadership for good: `(epoch, counter, incarnation)`. The incarnation holds a
 number drawn at process start, so no two lives share a term. A ballot adds which averaging attempt
-of which step. A record is what a step became.
+of which step. A record is what a step became, or that the run went back to a checkpoint: such a
+record opens an *epoch*. Records are ordered by (epoch, step).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgpack
 
 from swarm.errors import WireError
 
+OUTCOMES = ("applied", "skipped", "restored")
 MAX_COUNTER = 1 << 40  # a hostile counter beyond it is refused, so it cannot lock the run
 
 
@@ -47,7 +49,7 @@ NO_TERM = Term(0, 0, "")
 
 
 class Ballot(NamedTuple):
-    """One averaging attempt."""
+    """One averaging attempt. Step -1 is before the first, where a run can be taken back to."""
 
     term: Term
     step: int
@@ -57,7 +59,7 @@ class Ballot(NamedTuple):
     def read(cls, value: object) -> Ballot:
         """From the wire. Raises WireError."""
         match value:
-            case [term, int(step), int(attempt)] if step >= 0 and 0 <= attempt < MAX_COUNTER:
+            case [term, int(step), int(attempt)] if step >= -1 and 0 <= attempt < MAX_COUNTER:
                 return cls(Term.read(term), step, attempt)
         raise WireError("not a ballot")
 
@@ -74,6 +76,12 @@ class Record:
     `members` and `gradients` (sha256 of the averaged gradient's float32 bytes) are per stage.
     `norm` is the global gradient norm before clipping; `scale` what the gradient is multiplied
     with; `outcome` is "applied", or "skipped" when a gradient was not finite.
+
+    A record that opens an epoch has the outcome "restored": after it the stages hold the state they
+    had after its step (-1: the first weights). `fingerprints` are of that state then,
+    `checkpoint` is the sha256 of the manifest it comes from (empty at -1), and `voters` names who
+    votes from then on, each with the id of the disk it votes with. `base` is the step that its
+    epoch began with, in every record.
     """
 
     ballot: Ballot
@@ -87,10 +95,27 @@ class Record:
     loss: float
     tokens: int
     fingerprints: Mapping[int, str] = field(default_factory=dict)
+    base: int = 0
+    checkpoint: str = ""
+    voters: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
         return self.ballot.step
+
+    @property
+    def epoch(self) -> int:
+        return self.ballot.term.epoch
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Later records of a run compare greater: (epoch, step)."""
+        return self.epoch, self.step
+
+    @property
+    def restores(self) -> bool:
+        """Whether this opens an epoch."""
+        return self.outcome == "restored"
 
     def pack(self) -> bytes:
         """Canonical bytes; `hash` is taken over them."""
@@ -109,6 +134,9 @@ class Record:
                 "fingerprints": [
                     [stage, mark] for stage, mark in sorted(self.fingerprints.items())
                 ],
+                "base": self.base,
+                "checkpoint": self.checkpoint,
+                "voters": [list(each) for each in sorted(self.voters.items())],
             }
         )
         return packed
@@ -124,10 +152,13 @@ class Record:
             raise WireError("not a record")
         try:
             value: Any = msgpack.unpackb(data)
-            if value["outcome"] not in ("applied", "skipped"):
+            if value["outcome"] not in OUTCOMES:
                 raise WireError("a record with an unknown outcome")
+            ballot = Ballot.read(value["ballot"])
+            if ballot.step < 0 and value["outcome"] != "restored":
+                raise WireError("a record of no step")
             return cls(
-                ballot=Ballot.read(value["ballot"]),
+                ballot=ballot,
                 predecessor=str(value["predecessor"]),
                 members={
                     int(stage): tuple(str(each) for each in who) for stage, who in value["members"]
@@ -140,6 +171,9 @@ class Record:
                 loss=float(value["loss"]),
                 tokens=int(value["tokens"]),
                 fingerprints={int(stage): str(mark) for stage, mark in value["fingerprints"]},
+                base=int(value["base"]),
+                checkpoint=str(value["checkpoint"]),
+                voters={str(voter): str(disk) for voter, disk in value["voters"]},
             )
         except WireError:
             raise
