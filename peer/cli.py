@@ -334,6 +334,9 @@ def serve(
     pretrained: Annotated[
         Path | None, typer.Option(help="Your copy of the model that the run starts from.")
     ] = None,
+    name: Annotated[
+        str, typer.Option(help="Name yourself in public as a contributor [default: unnamed].")
+    ] = "",
     debug: Debug = False,
 ) -> None:
     """Serve a stage of a swarm with this machine.
@@ -357,6 +360,7 @@ def serve(
             lan=lan,
             allow_pipeline=allow_pipeline,
             pretrained=pretrained,
+            name=name,
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from peer.calls import count, names
 from peer.joining import CatchUp
+from peer.observe import activity_of
 from peer.orders import Orders, Prepared
 from peer.snapshots import Donor
 from peer.stage_server import Probe, StageServer, no_probe
@@ -71,6 +72,7 @@ class Member:
         self.catching_up: CatchUp | None = None
         self.leader: Channel | None = None
         self.finished = asyncio.Event()
+        self.settled = False  # it serves, and fetches no state
         self.random = random.Random()  # spreads retries and donors; tests seed it
         links.methods.update(
             {
@@ -192,6 +194,7 @@ class Member:
         assert self.server is not None
         assert self.orders is not None
         assert self.catching_up is not None
+        self.settled = False
         while not self.finished.is_set():
             if position.get("finished") is True:
                 self.finished.set()
@@ -201,6 +204,7 @@ class Member:
             donors = names(position.get("donors"))
             await self._unless_finished(self.catching_up.reach(step, record, donors))
             if await self._ready(channel, position := {}):
+                self.settled = True
                 self.say(f"serving stage {self.server.stage}")
                 return
             await asyncio.sleep(0.01)
@@ -253,6 +257,17 @@ class Member:
     @property
     def step(self) -> int:
         return self.server.ledger.step if self.server else 0
+
+    @property
+    def activity(self) -> str:
+        """What it does at this moment, for those who look on."""
+        server, orders = self.server, self.orders
+        return activity_of(
+            settled=self.settled,
+            averaging=orders is not None and orders.averaging,
+            computing=server is not None and server.compute.working,
+            sending=self.links.sending,
+        )
 
     # ---- what the leader tells ------------------------------------------------------------------
 

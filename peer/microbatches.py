@@ -234,7 +234,7 @@ class Microbatches:
                         busy = forward_s + backward_s
                         if 0 < busy < math.inf:
                             leader.router.observe(replica, busy)
-        leader.probe("acknowledged", step=step.number, index=issue.index)
+        leader.probe("acknowledged", step=step.number, index=issue.index, route=issue.route)
 
     # ---- what failed ----------------------------------------------------------------------------
 

@@ -221,6 +221,11 @@ class Orders:
             self.prepared = None
         return Message({})
 
+    @property
+    def averaging(self) -> bool:
+        """Whether an averaging round runs."""
+        return self._round is not None and not self._round.done()
+
     def _stop_round(self) -> None:
         if self._round is not None and not self._round.done():
             self._round.cancel()

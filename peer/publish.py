@@ -63,6 +63,8 @@ class Status:
             rows.append(
                 {
                     "boundary": stage,
+                    "raw_bytes": raw,
+                    "wire_bytes": sent,
                     "raw_per_token": raw / tokens,
                     "wire_per_token": sent / tokens,
                 }

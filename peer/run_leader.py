@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,7 @@ from peer.launch import (
 )
 from peer.leader import Leader, StepResult
 from peer.members import Standing
+from peer.observe import Observations
 from peer.publish import Status
 from peer.quorum import Quorum
 from peer.report import ReportWriter, final_report, step_line
@@ -79,13 +81,15 @@ class LeaderProcess:
         self.start_with = dict(start_with or {})
         self.deadline_s = deadline_s
         self.pipeline = build_pipeline(config)
-        self.events = EventLog(run_dir / "events.jsonl")
+        self.observations = Observations(uuid.uuid4().hex, lambda: self._shown)
+        self.events = EventLog(run_dir / "events.jsonl", listen=self.observations.event)
         self.report = ReportWriter(report)
         self.status = Status(config.run_id, config.run.name, self.num_steps, self.pipeline)
         self._on_link, self._on_step, self._show = on_link, on_step, show
         self._slots, self._cache_dir, self._lan = slots, cache_dir, lan
         self._bootstrap = tuple(bootstrap)
         self._addresses: dict[str, tuple[str, ...]] = group_by_trainer(bootstrap)
+        self._shown: Mapping[str, Any] = self.status.as_dict()  # the status as last built
 
     async def run(
         self, *, listen: Sequence[str], announce: Sequence[str] = ()
@@ -136,6 +140,7 @@ class LeaderProcess:
             {
                 "config": Method(self._give_config, no_tensors),
                 "status": Method(self._give_status, no_tensors),
+                "observe": Method(self.observations.answer, no_tensors),
             },
             on_close=lambda channel: trainer.on_channel_closed(channel),
         )
@@ -283,6 +288,7 @@ class LeaderProcess:
 
     def _note(self, point: str, **facts: Any) -> None:
         self.events.probe(point, **facts)
+        self.observations.probe(point, facts)
 
     @contextlib.asynccontextmanager
     async def _on_lan(self, node: Node) -> AsyncIterator[None]:
@@ -312,12 +318,13 @@ class LeaderProcess:
     async def _keep_status(self) -> None:
         while True:
             self._write_status()
-            self._show(self.status.as_dict())
+            self._show(self._shown)
             await asyncio.sleep(STATUS_S)
 
     def _write_status(self) -> None:
         self.events.flush()
-        write_status(self.run_dir / "status.json", self.status.as_dict())
+        self._shown = self.status.as_dict()
+        write_status(self.run_dir / "status.json", self._shown)
 
     async def _give_status(self, channel: Channel, message: Message) -> Message:
         return Message(self.status.as_dict())

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from peer.launch import Node, be_exact, choose_device, keep_freed_memory, numerics_of
 from peer.member import Member
+from peer.observe import Activity, PeerObservations, version
 from swarm.averaging import GroupAllReduce
 from swarm.averaging.policy import ExactPolicy
 from swarm.compute import ThreadCompute
@@ -49,6 +50,7 @@ class PeerOptions:
     afab: bool = False
     allow_pipeline: str | None = None
     pretrained: Path | None = None
+    name: str = ""  # shown in public with what this peer has done
 
 
 class Speaker:
@@ -242,6 +244,11 @@ class PeerProcess:
             say=self.say,
         )
 
+        activity = Activity()
+        links.methods["observe"] = Method(
+            PeerObservations(member, activity, self.options.name).answer, no_tensors
+        )
+
         async def announce() -> None:
             met = member.leader
             while True:
@@ -253,11 +260,14 @@ class PeerProcess:
                     "incarnation": links.incarnation,
                     "addresses": list(node.transport.addresses),
                     "stage": member.server.stage if member.server else -1,
+                    "version": version(),
+                    "name": self.options.name,
                 }
                 await node.directory.publish(peers_key(run_id), record, ANNOUNCEMENT_TTL_S)
                 await asyncio.sleep(ANNOUNCE_S)
 
         announcing = asyncio.create_task(announce())
+        watching = asyncio.create_task(activity.watch(member))
         lost = asyncio.create_task(node.transport.lost.wait())
         serving = asyncio.create_task(member.run())
         try:
@@ -267,9 +277,9 @@ class PeerProcess:
             await serving
             self.say("the run is finished" if not self._leaving else "handed over")
         finally:
-            for task in (announcing, lost, serving):
+            for task in (announcing, watching, lost, serving):
                 task.cancel()
-            await asyncio.gather(announcing, lost, serving, return_exceptions=True)
+            await asyncio.gather(announcing, watching, lost, serving, return_exceptions=True)
             await reducer.aclose()
             await member.aclose()
             if member.server is None:

@@ -11,10 +11,12 @@ from pathlib import Path
 
 from peer.commands import data_home, until_interrupted
 from swarm.errors import JoinError, StorageError
+from swarm.words import clean
 
 LAST_SWARM = "last-swarm"
 JOIN_VARIABLE = "SWARM_JOIN"
 LAN_TIMEOUT_S = 10.0
+MAX_NAME_CHARS = 40
 
 
 def serve_stage(
@@ -32,6 +34,7 @@ def serve_stage(
     lan: bool,
     allow_pipeline: str | None,
     pretrained: Path | None,
+    name: str,
 ) -> None:
     """`swarm-peer`: serve a stage until the run is finished or the user has enough."""
     from peer.run_peer import PeerOptions, PeerProcess
@@ -57,6 +60,7 @@ def serve_stage(
         announce=tuple(announce),
         allow_pipeline=allow_pipeline,
         pretrained=pretrained,
+        name=clean(name, MAX_NAME_CHARS),
     )
     mine = claim_identity_file(identity) if identity else claim_identity(home)
 

@@ -224,6 +224,11 @@ class WatchedCompute:
         return asyncio.get_running_loop().time() - self._since
 
     @property
+    def working(self) -> bool:
+        """Whether anything is queued or runs."""
+        return self._waiting.total() > 0
+
+    @property
     def updating(self) -> bool:
         """Whether something other than microbatches is queued or runs."""
         return self._waiting[Kind.UPDATE] + self._waiting[Kind.BACKGROUND] > 0

@@ -46,7 +46,9 @@ class EventLog:
         path: str | Path,
         max_bytes: int = 16 * 2**20,
         clock: Callable[[], float] = time.time,
+        listen: Callable[[Mapping[str, Any]], None] = lambda line: None,
     ) -> None:
+        self._listen = listen  # told of every line, also of those that the disk refuses
         self.path, self.max_bytes = Path(path), max_bytes
         self.dropped = 0  # lines lost so far
         self._unreported = 0
@@ -71,6 +73,7 @@ class EventLog:
             line = {"t": line["t"], "event": line["event"], "truncated": True}
             data = json.dumps(line, separators=(",", ":")).encode()
         self._buffer.append(data + b"\n")
+        self._listen(line)
         waited = abs(now - self._flushed_at)  # the wall clock may be set back
         if waited >= _BUFFER_S or len(self._buffer) >= _BUFFER_LINES:
             self.flush()

@@ -123,6 +123,11 @@ class Channel:
         """Who is at the other end, as it said in its hello and the transport verified."""
         return str(self.remote.get("incarnation", ""))
 
+    @property
+    def sending(self) -> bool:
+        """Whether tensors wait to be sent, or are being sent."""
+        return self._bulk_bytes > 0
+
     async def greet(self) -> None:
         """Exchange hellos. Raises StreamClosedError, or WireError when they make no sense."""
         await self._stream.send(encode_frame({"kind": "hello", **self._hello}))

@@ -81,6 +81,11 @@ class Links:
                 return channel
         return None
 
+    @property
+    def sending(self) -> bool:
+        """Whether tensors wait to be sent, or are being sent, on any channel."""
+        return any(channel.sending for channel in self._channels.values())
+
     async def channel(self, incarnation: str, addresses: Sequence[str] = ()) -> Channel:
         """An open channel to that incarnation (or to any life of a bare peer id).
 

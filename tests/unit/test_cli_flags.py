@@ -30,7 +30,7 @@ FLAGS = {
 }
 PEER_FLAGS = (
     "--allow-pipeline --announce --data-dir --debug --device --drain-s --identity --join --lan "
-    "--listen --memory --pretrained --stage --threads"
+    "--listen --memory --name --pretrained --stage --threads"
 )
 
 
