@@ -1,4 +1,4 @@
-# make demo | test | lint | bench | clean. Each sets up .venv first, once per change of
+# make demo | test | lint | bench | bench-wan | clean. Each sets up .venv first, once per change of
 # pyproject.toml or constraints.txt; the first time takes a minute or more (it installs torch).
 
 PYTHON ?= python3
@@ -21,7 +21,7 @@ define install
 	@touch $(2)
 endef
 
-.PHONY: demo test test-simulated test-process lint bench clean setup setup-test setup-lan
+.PHONY: demo test test-simulated test-process lint bench bench-wan clean setup setup-test setup-lan
 
 demo: .venv/.stamp
 	@$(BIN)/swarm demo
@@ -60,7 +60,7 @@ lint: .venv/.stamp-test
 bench: .venv/.stamp-test
 	@mkdir -p benchmarks/out
 	@for file in $(BENCHMARKS); do \
-	  name=$$(basename $$file .py); echo "== $$name"; \
+	  name=$$(echo $${file#benchmarks/} | tr / _); name=$${name%.py}; echo "== $$name"; \
 	  timeout $(BENCH_LIMIT_S) $(BIN)/python $$file > benchmarks/out/$$name.txt \
 	    2>benchmarks/out/$$name.err \
 	    || echo "   $$name failed: $$(tail -n 1 benchmarks/out/$$name.err)"; \
@@ -68,6 +68,10 @@ bench: .venv/.stamp-test
 	  tail -n 1 benchmarks/out/$$name.txt | grep '^{"bench"' > benchmarks/out/$$name.json \
 	    || rm -f benchmarks/out/$$name.json; \
 	done
+
+# Over emulated home connections: network namespaces, so as root. Same contract.
+bench-wan: BENCHMARKS := $(sort $(filter-out benchmarks/wan/_%,$(wildcard benchmarks/wan/*.py)))
+bench-wan: bench
 
 clean:
 	@rm -rf .venv build dist *.egg-info benchmarks/out .pytest_cache .mypy_cache .ruff_cache \

@@ -98,7 +98,8 @@ async def streams_member() -> None:
     from swarm.averaging.plan import make_plan
     from swarm.net.libp2p import Libp2pTransport
 
-    transport = await Libp2pTransport.create()
+    listen = sys.argv[2] if len(sys.argv) > 2 else "127.0.0.1"
+    transport = await Libp2pTransport.create(listen=[f"/ip4/{listen}/tcp/0"])
     answer(peer=transport.peer_id, addresses=transport.addresses)
     told = await ask()
     addresses, rank = told["addresses"], told["rank"]

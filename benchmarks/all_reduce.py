@@ -20,6 +20,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,23 @@ MEMBER = Path(__file__).with_name("_all_reduce_member.py")
 BARE_GOAL = 1.3
 
 
-class Members:
-    """Processes that are told and asked by lines of JSON. Their noise goes to a file."""
+def _as_it_is(rank: int, command: list[str]) -> list[str]:
+    return command
 
-    def __init__(self, kind: str, num: int) -> None:
+
+class Members:
+    """Processes that are told and asked by lines of JSON. Their noise goes to a file.
+
+    `wrap(rank, command)` may start one elsewhere, as in a host of the lab (`benchmarks/wan`).
+    """
+
+    def __init__(
+        self, kind: str, num: int, wrap: Callable[[int, list[str]], list[str]] = _as_it_is
+    ) -> None:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (as long as the processes)
         self.processes = [
             subprocess.Popen(
-                [sys.executable, str(MEMBER), kind],
+                wrap(rank, [sys.executable, str(MEMBER), kind]),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.log,
@@ -42,7 +52,7 @@ class Members:
                 env={**os.environ, "OMP_NUM_THREADS": "1", "HIVEMIND_LOGLEVEL": "ERROR"},
                 start_new_session=True,
             )
-            for _ in range(num)
+            for rank in range(num)
         ]
 
     def tell(self, **fields: Any) -> None:

@@ -126,7 +126,14 @@ class P2PDaemon:
             arguments += ["-autoRelay=1", "-trustedRelays=" + ",".join(relays)]
         if identity_path is not None:
             arguments.append(f"-id={os.fspath(identity_path)}")
-        environment = dict(os.environ, GOLOG_LOG_LEVEL="fatal", GOLOG_LOG_FMT="json")
+        environment = dict(
+            os.environ,
+            GOLOG_LOG_LEVEL="fatal",
+            GOLOG_LOG_FMT="json",
+            # Two that dial each other from their listening ports within one journey of a packet
+            # open one connection from both ends, and both then fail its handshake.
+            LIBP2P_TCP_REUSEPORT="false",
+        )
         self._process = await asyncio.create_subprocess_exec(
             *arguments,
             stdin=asyncio.subprocess.DEVNULL,

@@ -1,0 +1,136 @@
+"""The hub of the lab: forwards the packets of all homes, each at its line's rate and delay.
+
+A process of its own. It holds one TUN device per network namespace; what a host sends comes out
+of its device as IP packets, waits here (`_profiles.Line`, `_profiles.Way`) and goes into the
+receiver's. Not every kernel has netem, hence this.
+
+Where nothing is lost on the way, devices hand over what TCP would send in one burst as one packet
+with a header that says how it is to be cut (`IFF_VNET_HDR`, TSO): fewer packets, equal bytes, and
+the segments on the line are still those of MTU 1500. Where packets are lost each travels alone.
+
+    python _hub.py PROFILE SEED NAMESPACE=ADDRESS…      ends when its standard input closes
+"""
+
+from __future__ import annotations
+
+import fcntl
+import heapq
+import itertools
+import json
+import os
+import select
+import socket
+import struct
+import sys
+import time
+from collections.abc import Sequence
+
+from _namespaces import DEVICE, entered
+from _profiles import PROFILES, Line, Profile, Way
+
+TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
+IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
+TUN_F_CSUM, TUN_F_TSO4 = 0x01, 0x02
+VNET_HEADER_BYTES = 10
+LARGEST_BYTES = VNET_HEADER_BYTES + 65535
+READS_IN_A_ROW = 16  # from one device before the others and the clock get their turn
+AT_DOWNLINK, AT_HOST = 0, 1
+
+
+def open_device(namespace: str, *, bursts: bool) -> int:
+    """A TUN device in a namespace, as a file that does not block."""
+    with entered(namespace):
+        device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    flags = IFF_TUN | IFF_NO_PI | (IFF_VNET_HDR if bursts else 0)
+    with entered(namespace):
+        fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH22x", DEVICE.encode(), flags))
+    if bursts:
+        fcntl.ioctl(device, TUNSETOFFLOAD, TUN_F_CSUM | TUN_F_TSO4)
+    return device
+
+
+class Hub:
+    def __init__(self, profile: Profile, seed: int, hosts: Sequence[tuple[str, str]]) -> None:
+        assert profile.up_bps is not None
+        assert profile.down_bps is not None
+        self.bursts = not profile.loss
+        self.skip = VNET_HEADER_BYTES if self.bursts else 0
+        self.devices = [open_device(namespace, bursts=self.bursts) for namespace, _ in hosts]
+        self.by_address = {socket.inet_aton(address): i for i, (_, address) in enumerate(hosts)}
+        self.up = [Line(profile.up_bps) for _ in hosts]
+        self.down = [Line(profile.down_bps) for _ in hosts]
+        self.way = [Way(profile, seed + number) for number in range(len(hosts))]
+        self.due: list[tuple[float, int, int, int, bytes]] = []
+        self.order = itertools.count()
+        self.late_s = 0.0
+        self.packets = 0
+
+    def run(self) -> None:
+        numbers = {device: number for number, device in enumerate(self.devices)}
+        stdin = sys.stdin.fileno()
+        watched = [*self.devices, stdin]
+        while True:
+            wait_s = max(0.0, self.due[0][0] - time.monotonic()) if self.due else 1.0
+            for ready in select.select(watched, [], [], wait_s)[0]:
+                if ready == stdin:
+                    return
+                self._take(numbers[ready])
+            self._pass_on()
+
+    def _take(self, host: int) -> None:
+        """Packets that a host has sent: onto its uplink, and on their way."""
+        device, line, way = self.devices[host], self.up[host], self.way[host]
+        skip = self.skip
+        for _ in range(READS_IN_A_ROW):
+            try:
+                packet = os.read(device, LARGEST_BYTES)
+            except BlockingIOError:
+                return
+            to = self.by_address.get(packet[skip + 16 : skip + 20])
+            if to is None:  # IPv6 neighbours, multicast
+                continue
+            self.packets += 1
+            left = line.send(len(packet) - skip, time.monotonic())
+            arrives = None if left is None else way.travel(left)
+            if arrives is not None:
+                heapq.heappush(self.due, (arrives, next(self.order), AT_DOWNLINK, to, packet))
+
+    def _pass_on(self) -> None:
+        """What is due by now. Times are those planned: being woken late delays nothing after."""
+        now = time.monotonic()
+        due = self.due
+        while due and due[0][0] <= now:
+            at, _, place, to, packet = heapq.heappop(due)
+            if place == AT_DOWNLINK:
+                through = self.down[to].send(len(packet) - self.skip, at)
+                if through is not None:
+                    heapq.heappush(due, (through, next(self.order), AT_HOST, to, packet))
+                continue
+            self.late_s = max(self.late_s, now - at)
+            try:
+                os.write(self.devices[to], packet)
+            except OSError:
+                self.down[to].dropped += 1
+
+    def summary(self) -> dict[str, float]:
+        used = os.times()
+        return {
+            "packets": self.packets,
+            "dropped": sum(line.dropped for line in (*self.up, *self.down)),
+            "lost": sum(way.lost for way in self.way),
+            "latest_s": round(self.late_s, 4),
+            "cpu_s": round(used.user + used.system, 2),
+        }
+
+
+def main() -> None:
+    profile, seed, *hosts = sys.argv[1:]
+    named = [(name, address) for name, _, address in (each.partition("=") for each in hosts)]
+    hub = Hub(PROFILES[profile], int(seed), named)
+    print(json.dumps({"ready": True}), flush=True)
+    hub.run()
+    print(json.dumps(hub.summary()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
