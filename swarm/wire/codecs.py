@@ -4,8 +4,9 @@ What. `encode(tensor, codec)` gives a `WireTensor` (description + bytes), `decod
 Float codecs store every value as `float32`, `float16` or `bfloat16`; `+zstd` splits the values
 into byte planes (all first bytes, then all second bytes, …) and compresses them with zstd level 1,
 without loss. `raw` stores any dtype as it is; integers and booleans always go raw, whatever codec
-is asked for. `meta.dtype` is the *logical* dtype, the one `decode` returns: a bfloat16 tensor
-survives the codecs `bfloat16`, `float32` and `raw` bit for bit.
+is asked for. `int8` and `int4` are blockwise with per-block scales (`swarm.wire.blocks`); their
+`+zstd` compresses the bytes in order. `meta.dtype` is the *logical* dtype, the one `decode`
+returns: a bfloat16 tensor survives the codecs `bfloat16`, `float32` and `raw` bit for bit.
 
 Why this way. Training compares hashes (DESIGN I6), so the lossless path must not touch a bit, and
 costs no copy: a contiguous CPU tensor in its own dtype is sent from its own memory, and a received
@@ -16,16 +17,15 @@ little-endian on every machine.
 
 Numbers. Conversion rounds to nearest even. float16 overflows as IEEE 754 says: magnitudes of 65520
 and more become ±inf, never a clipped finite value, so an overflow is seen as `found_inf` instead
-of training on with wrong gradients. inf stays inf and NaN stays NaN everywhere (bit for bit when
-the wire dtype is the logical dtype).
+of training on with wrong gradients. inf stays inf and NaN stays NaN in the float codecs (bit for
+bit when the wire dtype is the logical dtype); in int8 and int4 either makes its block NaN.
 
 Hostile bytes (I8). `check_meta` bounds what a peer may announce before anything is allocated;
 decompression produces exactly the expected number of bytes or fails; booleans other than 0 and 1
 are normalised. Whatever the bytes are, `decode` returns a tensor of `meta.dtype` and `meta.shape`
 or raises WireError.
 
-A later codec (blockwise int8, int4) is one more small object with the methods of `Codec`, given to
-`register`.
+Another codec is one more small object with the methods of `Codec`, given to `register`.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ import zstandard
 
 from swarm.errors import WireError
 from swarm.spec import ITEM_BYTES
+from swarm.wire.blocks import SCALE_BYTES, dequantize, num_blocks, packed_bytes, quantize
 
 Buffer = bytes | bytearray | memoryview
 
@@ -102,16 +103,20 @@ class Codec(Protocol):
     def nbytes_bounds(self, dtype: str, numel: int) -> tuple[int, int]:
         """The least and the most bytes an encoded tensor may have."""
 
-    def encode(self, tensor: torch.Tensor) -> Buffer:
-        """Bytes of a detached tensor of an accepted dtype, on any device."""
+    def encode(self, tensor: torch.Tensor, seed: int | None) -> Buffer:
+        """Bytes of a detached tensor of an accepted dtype, on any device.
+
+        A codec that can round stochastically does so with a `seed`; the others ignore it.
+        """
 
     def decode(self, wire: WireTensor, device: torch.device) -> torch.Tensor:
         """The tensor; `wire.meta` has passed `check_meta` and fits `wire.data`."""
 
 
-def encode(tensor: torch.Tensor, codec: str) -> WireTensor:
+def encode(tensor: torch.Tensor, codec: str, seed: int | None = None) -> WireTensor:
     """Write `tensor` with `codec` (integers and booleans: with `raw`).
 
+    A `seed` makes int8 and int4 round stochastically; equal seeds give equal bytes.
     Copies nothing if it need not: the bytes of a contiguous CPU tensor in the wire dtype *are* its
     memory, kept alive by the result, and must not be modified while the result is in use.
     Raises WireError for an unknown codec or a dtype that cannot be sent.
@@ -120,7 +125,7 @@ def encode(tensor: torch.Tensor, codec: str) -> WireTensor:
     if dtype is None:
         raise WireError(f"tensors of {tensor.dtype} cannot be sent")
     chosen = get_codec(codec_for(dtype, codec))
-    data = chosen.encode(tensor.detach())
+    data = chosen.encode(tensor.detach(), seed)
     return WireTensor(TensorMeta(dtype, tuple(tensor.shape), chosen.name, len(data)), data)
 
 
@@ -201,7 +206,22 @@ def _from_bytes(memory: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]
     return _swapped(tensor) if _SWAP_BYTES and tensor.element_size() > 1 else tensor
 
 
+def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Queued and not waited for where the memory is pinned; torch keeps it until the copy is done."""
+    return tensor if device == tensor.device else tensor.to(device, non_blocking=True)
+
+
 # Codecs ------------------------------------------------------------------------------------------
+
+
+class Uncompressed(Codec, Protocol):
+    """A codec whose bytes have a known length and may be compressed."""
+
+    def item_bytes(self, dtype: str) -> int:
+        """Into how many planes its bytes are split before they are compressed."""
+
+    def finish(self, memory: torch.Tensor, meta: TensorMeta, device: torch.device) -> torch.Tensor:
+        """The logical tensor from its bytes, in torch-allocated uint8 CPU memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,28 +245,77 @@ class PlainCodec:
         nbytes = numel * ITEM_BYTES[self.wire_dtype or dtype]
         return nbytes, nbytes
 
-    def encode(self, tensor: torch.Tensor) -> Buffer:
+    def item_bytes(self, dtype: str) -> int:
+        return self.stored(dtype).itemsize
+
+    def encode(self, tensor: torch.Tensor, seed: int | None) -> Buffer:
         return bytes_view(_little_endian(tensor.to(self.stored(_DTYPE_NAME[tensor.dtype]))))
 
     def decode(self, wire: WireTensor, device: torch.device) -> torch.Tensor:
-        memory = wire.memory
-        if memory is None:
-            memory = allocate_bytes(len(wire.data))
-            bytes_view(memory)[:] = wire.data
-        return self.finish(memory, wire.meta, device)
+        return self.finish(_memory_of(wire), wire.meta, device)
 
     def finish(self, memory: torch.Tensor, meta: TensorMeta, device: torch.device) -> torch.Tensor:
         """The logical tensor from its plain bytes; widened on the device, after the transfer."""
         stored = _from_bytes(memory, self.stored(meta.dtype), meta.shape)
-        return stored.to(device).to(_TORCH_DTYPE[meta.dtype])
+        return _to_device(stored, device).to(_TORCH_DTYPE[meta.dtype])
+
+
+def _memory_of(wire: WireTensor) -> torch.Tensor:
+    """The bytes in torch-allocated memory: where they were received, or a copy."""
+    if wire.memory is not None:
+        return wire.memory
+    memory = allocate_bytes(len(wire.data))
+    bytes_view(memory)[:] = wire.data
+    return memory
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCodec:
+    """Integers of `bits` with a scale per block; quantised where the tensor is, sent packed."""
+
+    name: str
+    bits: int
+
+    def accepts(self, dtype: str) -> bool:
+        return _TORCH_DTYPE[dtype].is_floating_point
+
+    def lossless(self, dtype: str) -> bool:
+        return not self.accepts(dtype)
+
+    def item_bytes(self, dtype: str) -> int:
+        return 1
+
+    def nbytes_bounds(self, dtype: str, numel: int) -> tuple[int, int]:
+        nbytes = packed_bytes(numel, self.bits)
+        return nbytes, nbytes
+
+    def encode(self, tensor: torch.Tensor, seed: int | None) -> Buffer:
+        values = tensor.to(torch.float32).contiguous().view(-1)
+        packed = quantize(values, self.bits, seed).cpu()
+        return bytes_view(self._swap_scales(packed, values.numel()))
+
+    def decode(self, wire: WireTensor, device: torch.device) -> torch.Tensor:
+        return self.finish(_memory_of(wire), wire.meta, device)
+
+    def finish(self, memory: torch.Tensor, meta: TensorMeta, device: torch.device) -> torch.Tensor:
+        numel = math.prod(meta.shape)
+        packed = _to_device(self._swap_scales(memory, numel), device)
+        values = dequantize(packed, numel, self.bits)
+        return values.view(meta.shape).to(_TORCH_DTYPE[meta.dtype])
+
+    def _swap_scales(self, packed: torch.Tensor, numel: int) -> torch.Tensor:
+        if not _SWAP_BYTES:
+            return packed
+        scales = packed[: num_blocks(numel) * SCALE_BYTES].view(-1, SCALE_BYTES).flip(1)
+        return torch.cat((scales.reshape(-1), packed[scales.numel() :]))
 
 
 @dataclass(frozen=True, slots=True)
 class ZstdCodec:
-    """The bytes of a plain codec, split into planes and compressed."""
+    """The bytes of another codec, split into planes and compressed."""
 
     name: str
-    plain: PlainCodec
+    plain: Uncompressed
 
     def accepts(self, dtype: str) -> bool:
         return self.plain.accepts(dtype)
@@ -261,11 +330,11 @@ class ZstdCodec:
         # ZSTD_COMPRESSBOUND of zstd.h: what an encoder may need for incompressible input.
         return 1, size + (size >> 8) + (max(0, (128 << 10) - size) >> 11)
 
-    def encode(self, tensor: torch.Tensor) -> Buffer:
-        plain = self.plain.encode(tensor)
+    def encode(self, tensor: torch.Tensor, seed: int | None) -> Buffer:
+        plain = self.plain.encode(tensor, seed)
         if not len(plain):
             return b""
-        item = ITEM_BYTES[_DTYPE_NAME[self.plain.stored(_DTYPE_NAME[tensor.dtype])]]
+        item = self.plain.item_bytes(_DTYPE_NAME[tensor.dtype])
         planes = np.frombuffer(plain, np.uint8).reshape(-1, item).T
         return _compressor().compress(np.ascontiguousarray(planes).data)
 
@@ -274,7 +343,7 @@ class ZstdCodec:
         size, _ = self.plain.nbytes_bounds(meta.dtype, math.prod(meta.shape))
         memory = allocate_bytes(size)
         if size:
-            item = self.plain.stored(meta.dtype).itemsize
+            item = self.plain.item_bytes(meta.dtype)
             planes = np.frombuffer(_decompress(wire.data, size), np.uint8).reshape(item, -1)
             memory.numpy().reshape(-1, item)[...] = planes.T
         return self.plain.finish(memory, meta, device)
@@ -327,6 +396,9 @@ def codec_names() -> tuple[str, ...]:
 
 
 register(PlainCodec("raw", None))
-for _name in ("float32", "float16", "bfloat16"):
-    register(_plain := PlainCodec(_name, _name))
-    register(ZstdCodec(f"{_name}+zstd", _plain))
+for _codec in (
+    *(PlainCodec(name, name) for name in ("float32", "float16", "bfloat16")),
+    *(BlockCodec(f"int{bits}", bits) for bits in (8, 4)),
+):
+    register(_codec)
+    register(ZstdCodec(f"{_codec.name}+zstd", _codec))
