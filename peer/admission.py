@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from peer.calls import count, names
-from peer.members import Member, Standing
+from peer.members import Member, Standing, Traffic
 from swarm.agreement import agree, decided
 from swarm.errors import RefusedError, SwarmError, WireError
 from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
@@ -271,7 +271,7 @@ class Admission:
         try:
             answer = (await channel.call("commit", body)).body
             stands = count(answer.get("step"))
-            sent, raw = count(answer.get("sent_bytes")), count(answer.get("raw_bytes"))
+            traffic = Traffic.read(answer)
         except WireError as error:
             self._start_anew(member, f"answers a commit with nonsense: {error}")
             return
@@ -280,7 +280,7 @@ class Admission:
             if isinstance(error, CallFailedError):
                 leader.doubt(error)
             return
-        member.step, member.sent_bytes, member.raw_bytes = stands, sent, raw
+        member.step, member.traffic = stands, traffic
         if member.step == record.step + 1:
             self._compare(member, record, answer)
             # One that asked after the next step began has a part in it, and goes at its commit.

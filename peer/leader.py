@@ -21,7 +21,7 @@ import numpy as np
 
 from peer.admission import Admission
 from peer.averaging import Averaging, Prepared
-from peer.members import Members, Standing
+from peer.members import Members, Standing, Traffic
 from peer.microbatches import ADOPT_S, Microbatches
 from peer.quorum import Quorum
 from peer.stage_server import Probe, no_probe
@@ -128,7 +128,7 @@ class Leader:
         self.wake = asyncio.Event()
         self.left_out = asyncio.Event()  # somebody was expelled: a round may wait for them
         self.sent_bytes = 0
-        self._gone_bytes: dict[int, tuple[int, int]] = {}  # sent by replicas that have left
+        self._gone: dict[int, Traffic] = {}  # of replicas that have left, by stage
         self._tries = self.attempt = 0  # never reused within a term
         self.fatal: SwarmError | None = None
         self._doubting: asyncio.Task[None] | None = None
@@ -336,14 +336,12 @@ class Leader:
 
         self.tasks.spawn(order(), method)
 
-    def boundary_bytes(self, stage: int) -> tuple[int, int]:
-        """Activation bytes sent on by a stage's replicas so far: on the wire, before the codec."""
-        present = self.members.of_stage(stage)
-        gone = self._gone_bytes.get(stage, (0, 0))
-        return (
-            gone[0] + sum(member.sent_bytes for member in present),
-            gone[1] + sum(member.raw_bytes for member in present),
-        )
+    def traffic(self, stage: int) -> Traffic:
+        """What a stage's replicas have sent over its two boundaries so far."""
+        traffic = self._gone.get(stage, Traffic())
+        for member in self.members.of_stage(stage):
+            traffic = traffic.plus(member.traffic)
+        return traffic
 
     # ---- coming and going -----------------------------------------------------------------------
 
@@ -354,8 +352,8 @@ class Leader:
             return  # it came back before its former connection was found dead
         member = self.members.by_name.pop(channel.incarnation, None)
         if member is not None:
-            sent, raw = self._gone_bytes.get(member.stage, (0, 0))
-            self._gone_bytes[member.stage] = (sent + member.sent_bytes, raw + member.raw_bytes)
+            gone = self._gone.get(member.stage, Traffic())
+            self._gone[member.stage] = gone.plus(member.traffic)
             self.expel(self.step, channel.incarnation, str(channel.ended))
             self.router.remove(channel.incarnation)
             self.admission.forget(channel.incarnation)

@@ -27,6 +27,7 @@ from swarm.net.links import Links, peer_of
 from swarm.optim import OptimizerSettings
 from swarm.stage_state import StageState
 from swarm.terms import Record
+from swarm.wire.boundaries import LOSSLESS, BoundaryCodecs
 
 log = logging.getLogger(__name__)
 RETRY_S = (0.2, 30.0)  # first and longest pause between attempts to find the leader
@@ -51,7 +52,7 @@ class Member:
         *,
         stage: int | None = None,
         accumulate: str = "float64",
-        codecs: tuple[str, str] = ("float32", "float32"),
+        codecs: BoundaryCodecs = LOSSLESS,
         slots: int | None = None,
         afab: bool = False,
         kept_bytes: int = 1 << 30,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
+
+from peer.calls import count
 
 
 class Standing(Enum):
@@ -13,6 +15,25 @@ class Standing(Enum):
     READY = "ready"  # has a state; takes part as soon as that is the current step's
     SERVING = "serving"  # takes part in the current step
     EXPELLED = "expelled"  # its part of this step is void; taken back when it answers
+
+
+class Traffic(NamedTuple):
+    """Bytes between stages so far: activations sent on, gradients returned; on the wire, and
+    before the codec."""
+
+    sent: int = 0
+    sent_raw: int = 0
+    returned: int = 0
+    returned_raw: int = 0
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any]) -> Traffic:
+        """From a replica's answer. Raises WireError."""
+        names = ("sent_bytes", "raw_bytes", "returned_bytes", "returned_raw_bytes")
+        return cls(*(count(body.get(name)) for name in names))
+
+    def plus(self, other: Traffic) -> Traffic:
+        return Traffic(*(a + b for a, b in zip(self, other, strict=True)))
 
 
 @dataclass(slots=True)
@@ -27,8 +48,7 @@ class Member:
     slots: int = 1
     device: str = ""
     counted: int = 0  # microbatches of committed steps
-    sent_bytes: int = 0  # activations it has sent on, on the wire
-    raw_bytes: int = 0  # the same before the codec
+    traffic: Traffic = field(default_factory=Traffic)
     leaving: bool = False  # it wants to go
     released: bool = False  # it was told that it may
     held_off_until: float = 0.0  # not taken in before, unless its stage has nobody else

@@ -242,8 +242,7 @@ class Orders:
             {
                 "step": self.server.ledger.step,
                 "fingerprint": await self.mark(),
-                "sent_bytes": self.server.sent_bytes,
-                "raw_bytes": self.server.raw_bytes,
+                **self.server.counted_bytes(),
             }
         )
 

@@ -53,20 +53,25 @@ class Status:
         return sum(tokens for tokens, _ in self._recent) / seconds if seconds else 0.0
 
     def boundaries(self) -> list[dict[str, Any]]:
-        """Bytes per trained token over each boundary, both directions' activations forward only."""
+        """Bytes per trained token over each boundary, before and after the codec: activations,
+        and their gradients on the way back."""
         rows: list[dict[str, Any]] = []
         if self.leader is None:
             return rows
         for stage in range(self.shape.num_stages - 1):
-            sent, raw = self.leader.boundary_bytes(stage)
+            before, after = self.leader.traffic(stage), self.leader.traffic(stage + 1)
             tokens = max(self.tokens, 1)
             rows.append(
                 {
                     "boundary": stage,
-                    "raw_bytes": raw,
-                    "wire_bytes": sent,
-                    "raw_per_token": raw / tokens,
-                    "wire_per_token": sent / tokens,
+                    "raw_bytes": before.sent_raw,
+                    "wire_bytes": before.sent,
+                    "back_raw_bytes": after.returned_raw,
+                    "back_wire_bytes": after.returned,
+                    "raw_per_token": before.sent_raw / tokens,
+                    "wire_per_token": before.sent / tokens,
+                    "back_raw_per_token": after.returned_raw / tokens,
+                    "back_wire_per_token": after.returned / tokens,
                 }
             )
         return rows

@@ -106,7 +106,7 @@ def final_report(
 ) -> dict[str, Any]:
     """The last line: `stages` holds, per stage, the `tensor_hashes` of one replica.
 
-    `boundaries` are rows `{boundary, raw_per_token, wire_per_token}`, as in the status.
+    `boundaries` are rows `{boundary, raw_per_token, wire_per_token, …}`, as in the status.
     """
     hashes = {name: value for stage in stages for name, value in stage.items()}
     missing = [name for name in key_order if name not in hashes]

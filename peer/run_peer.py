@@ -26,6 +26,7 @@ from swarm.net.link import JoinLink, format_link
 from swarm.net.links import Links
 from swarm.net.records import leader_key, peers_key
 from swarm.terms import new_incarnation
+from swarm.wire.boundaries import BoundaryCodecs
 
 log = logging.getLogger(__name__)
 ANNOUNCE_S = 20.0
@@ -235,7 +236,7 @@ class PeerProcess:
             find_leader,
             stage=self.options.stage,
             accumulate=config.update.accumulate,
-            codecs=(config.wire.activations, config.wire.activations),
+            codecs=BoundaryCodecs.of(config),
             slots=self.options.slots,
             afab=self.options.afab,
             kept_bytes=kept_mib << 20,

@@ -318,8 +318,7 @@ class Donor:
             {
                 "step": self.server.ledger.step,
                 "hashes": hashes,
-                "sent_bytes": self.server.sent_bytes,
-                "raw_bytes": self.server.raw_bytes,
+                **self.server.counted_bytes(),
             }
         )
 

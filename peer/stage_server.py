@@ -30,7 +30,8 @@ from swarm.spec import TensorSpec
 from swarm.stage_state import Graph, StageState
 from swarm.tasks import TaskSet
 from swarm.terms import Term
-from swarm.wire.codecs import TensorMeta, WireTensor, encode
+from swarm.wire.boundaries import BACKWARD, FORWARD, LOSSLESS, BoundaryCodecs
+from swarm.wire.codecs import TensorMeta, WireTensor
 from swarm.wire.frames import check_tensors
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ def no_probe(point: str, **facts: Any) -> None:
 class StageServer:
     """Serves one stage with `state` on `compute`.
 
-    `links` must be set before the first call. `codecs` are (activations, gradients). `slots` bounds
+    `links` must be set before the first call. `codecs` are those of all boundaries. `slots` bounds
     microbatches between forward and backward; None is AFAB. `probe(point, **facts)` is told where
     each microbatch and step is: tests inject faults there, the event log listens.
     """
@@ -71,7 +72,7 @@ class StageServer:
         pipeline: PipelineShape,
         compute: Compute,
         *,
-        codecs: tuple[str, str] = ("float32", "float32"),
+        codecs: BoundaryCodecs = LOSSLESS,
         slots: int | None = 4,
         kept_bytes: int = 1 << 30,
         probe: Probe = no_probe,
@@ -87,6 +88,8 @@ class StageServer:
         self.advanced = asyncio.Event()  # replaced at every commit
         self.sent_bytes = 0  # activations to the next stage, on the wire
         self.raw_bytes = 0  # the same before the codec
+        self.returned_bytes = 0  # gradients to the previous stage, on the wire
+        self.returned_raw_bytes = 0  # the same before the codec
         self._fields = sorted(pipeline.batch_spec)
         last = stage == pipeline.num_stages - 1
         self._inputs = pipeline.boundary(stage - 1) if stage > 0 else ()
@@ -121,7 +124,8 @@ class StageServer:
     def _check_inputs(self, metas: Sequence[TensorMeta]) -> None:
         fields = [self.pipeline.batch_spec[name] for name in self._fields]
         check_tensors(metas[: len(fields)], fields, "raw")
-        check_tensors(metas[len(fields) :], self._inputs, self.codecs[0])
+        codec = self.codecs.name(self.stage - 1, FORWARD)
+        check_tensors(metas[len(fields) :], self._inputs, codec)
 
     # ---- a microbatch ---------------------------------------------------------------------------
 
@@ -181,7 +185,7 @@ class StageServer:
             if work.backward is None or work.backward.cancelled():
                 raise CallFailedError("refused", "given up here", hop=call.hop) from None
             raise
-        return Message(self._reply(work, below), dx)
+        return self._answer(work, below, dx)
 
     async def _forward(
         self, work: Work, call: MicrobatchCall, tensors: Sequence[WireTensor]
@@ -221,7 +225,9 @@ class StageServer:
         graph = self.state.forward(call.step, call.index, inputs, batch, divisor)
         if call.is_last:
             return graph, []
-        return graph, [encode(output, self.codecs[0]) for output in graph.outputs]
+        return graph, self.codecs.encode(
+            graph.outputs, self.stage, FORWARD, (call.step, call.index)
+        )
 
     def _named(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
         """The microbatch's fields by name, and the stage's inputs."""
@@ -235,7 +241,7 @@ class StageServer:
         if call.is_last:
             return None, ()
         onward = call.next_hop()
-        specs = gradient_specs(self._outputs)
+        specs, codec = gradient_specs(self._outputs), self.codecs.name(self.stage, BACKWARD)
         fields = list(tensors[: len(self._fields)])
         try:
             channel = await self.links.channel(call.route[onward.hop])
@@ -246,7 +252,7 @@ class StageServer:
                 "microbatch",
                 onward.body(),
                 [*fields, *y],
-                check_reply=lambda _, metas: check_tensors(metas, specs, self.codecs[1]),
+                check_reply=lambda _, metas: check_tensors(metas, specs, codec),
             )
         except (TransportError, WireError) as error:
             raise CallFailedError("unreachable", str(error), hop=onward.hop) from None
@@ -273,7 +279,7 @@ class StageServer:
         arrivals = self.uploader.begin(gradients)
         try:
             timed = await self.compute.run(
-                Kind.BACKWARD, lambda: self._run_backward(graph, arrivals, count_it=True)
+                Kind.BACKWARD, lambda: self._run_backward(call, graph, arrivals, count_it=True)
             )
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
@@ -296,10 +302,10 @@ class StageServer:
         return timed.value
 
     def _run_backward(
-        self, graph: Graph, arrivals: Arrivals, *, count_it: bool
+        self, call: MicrobatchCall, graph: Graph, arrivals: Arrivals, *, count_it: bool
     ) -> list[WireTensor]:
         answers = self.state.backward(graph, arrivals.tensors() or None, count=count_it)
-        dx = [encode(answer, self.codecs[1]) for answer in answers]
+        dx = self.codecs.encode(answers, self.stage - 1, BACKWARD, (call.step, call.index))
         settle(self.state.device)
         return dx
 
@@ -313,9 +319,23 @@ class StageServer:
         below, gradients = await self._go_on(call, tensors, y)
         returned = self.uploader.begin(gradients)
         backward: Timed[list[WireTensor]] = await self.compute.run(
-            Kind.BACKWARD, lambda: self._run_backward(graph, returned, count_it=False)
+            Kind.BACKWARD, lambda: self._run_backward(call, graph, returned, count_it=False)
         )
-        return Message(self._reply(work, below), backward.value)
+        return self._answer(work, below, backward.value)
+
+    def _answer(self, work: Work, below: Message | None, dx: Sequence[WireTensor]) -> Message:
+        self.returned_bytes += sum(each.wire_bytes for each in dx)
+        self.returned_raw_bytes += sum(each.raw_bytes for each in dx)
+        return Message(self._reply(work, below), dx)
+
+    def counted_bytes(self) -> dict[str, int]:
+        """What it has sent over its boundaries so far, as answers to the leader state it."""
+        return {
+            "sent_bytes": self.sent_bytes,
+            "raw_bytes": self.raw_bytes,
+            "returned_bytes": self.returned_bytes,
+            "returned_raw_bytes": self.returned_raw_bytes,
+        }
 
     def _reply(self, work: Work, below: Message | None) -> dict[str, Any]:
         mine = [work.forward_s, work.backward_s, work.waited_s]
@@ -357,7 +377,7 @@ class StageServer:
         outputs = (await self.compute.run(Kind.FORWARD, run)).value
         if hop == len(route) - 1:
             return Message({"loss": float(outputs[0])})
-        y = [encode(output, self.codecs[0]) for output in outputs]
+        y = self.codecs.encode(outputs, self.stage, FORWARD, None)
         try:
             channel = await self.links.channel(route[hop + 1])
             fields = message.tensors[: len(self._fields)]

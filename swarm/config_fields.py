@@ -26,7 +26,8 @@ from pydantic import (
 RUN_ID_HEX = 32
 
 Codec = Literal[
-    "float32", "float16", "bfloat16", "float32+zstd", "float16+zstd", "bfloat16+zstd"
+    "float32", "float16", "bfloat16", "int8", "int4",
+    "float32+zstd", "float16+zstd", "bfloat16+zstd", "int8+zstd", "int4+zstd",
 ]  # fmt: skip
 Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 PeerId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
@@ -275,11 +276,37 @@ class ScheduleSection(Section):
         return self
 
 
+class BoundarySection(Section):
+    """Codecs of one boundary between two stages."""
+
+    boundary: int = Field(ge=0, le=1022)
+    forward: Codec | None = None
+    backward: Codec | None = None
+
+
 class WireSection(Section):
     """How tensors travel. Only float32, with or without +zstd, loses no bit."""
 
     activations: Codec = Field(
-        default="float32", description="Codec of activations and of their gradients."
+        default="float32",
+        description="Codec between stages, in both directions unless the next keys say otherwise. "
+        "int8 and int4 have a scale per 64 values.",
+    )
+    forward: Codec | None = Field(
+        default=None, description="Codec of activations. Left out: activations."
+    )
+    backward: Codec | None = Field(
+        default=None, description="Codec of the gradients of activations. Left out: activations."
+    )
+    boundaries: Annotated[tuple[BoundarySection, ...], BeforeValidator(_list_to_tuple)] = Field(
+        default=(),
+        max_length=1023,
+        description="Other codecs for single boundaries; boundary 0 lies between stages 0 and 1.",
+    )
+    rounding: Literal["nearest", "stochastic"] = Field(
+        default="nearest",
+        description="How int8 and int4 round between stages; stochastic draws are the same "
+        "whenever a microbatch is repeated.",
     )
     gradients: Literal["float32"] = Field(
         default="float32",
@@ -343,6 +370,20 @@ class RunConfig(Section):
     def run_id(self) -> str:
         """The first 32 hex digits of the sha256 of the canonical bytes."""
         return run_id_of(canonical_bytes(self))
+
+    @model_validator(mode="after")
+    def _boundaries(self) -> Self:
+        seen: set[int] = set()
+        for each in self.wire.boundaries:
+            if each.boundary >= self.model.stages - 1:
+                raise ValueError(
+                    f"wire.boundaries names boundary {each.boundary}, but {self.model.stages} "
+                    f"stages have {self.model.stages - 1}, counted from 0"
+                )
+            if each.boundary in seen:
+                raise ValueError(f"wire.boundaries names boundary {each.boundary} twice")
+            seen.add(each.boundary)
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -50,6 +50,9 @@ SAMPLES: dict[str, str] = {
     "model.pipeline": '"my_package.my_module:pipeline"',
     "model.cut": "[2, 2, 2]",
     "data.path": '"corpus/"',
+    "wire.forward": '"int8"',
+    "wire.backward": '"bfloat16"',
+    "wire.boundaries": '[{ boundary = 0, forward = "int4", backward = "int8" }]',
     "data.train_sha256": '"..."',
     "data.validation_sha256": '"..."',
 }
@@ -164,6 +167,8 @@ def _kind(annotation: Any) -> str:
     if origin is tuple:
         return f"list of {_kind(get_args(annotation)[0])}"
     if origin is dict:
+        return "table"
+    if issubclass(annotation, BaseModel):
         return "table"
     return {int: "integer", float: "number", str: "text", bool: "true or false"}[annotation]
 

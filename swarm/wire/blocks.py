@@ -47,13 +47,13 @@ def packed_bytes(num_elements: int, bits: int) -> int:
 def quantize(values: Tensor, bits: int, seed: int | None = None) -> Tensor:
     """Flat contiguous float32 `values` as a flat uint8 tensor on their device.
 
-    With a `seed` (63 bits) rounding is stochastic: up or down with a chance that makes the mean
+    With a `seed` (64 bits) rounding is stochastic: up or down with a chance that makes the mean
     right, except for the largest of a block. A block that holds inf or NaN becomes NaN as a whole.
     """
     count, device = num_blocks(values.numel()), values.device
     packed = torch.empty(packed_bytes(values.numel(), bits), dtype=torch.uint8, device=device)
     scales = packed[: SCALE_BYTES * count].view(torch.int16)
-    integers = packed[SCALE_BYTES * count :].view(torch.int8).view(count, -1)
+    integers = packed[SCALE_BYTES * count :].view(torch.int8).view(count, BLOCK * bits // 8)
     whole = values.numel() // BLOCK
     blocks = values[: whole * BLOCK].view(whole, BLOCK)
     size = _PIECE_BLOCKS if device.type == "cpu" else max(whole, 1)
@@ -110,7 +110,7 @@ def dequantize(packed: Tensor, num_elements: int, bits: int) -> Tensor:
     """
     count = num_blocks(num_elements)
     scales = packed[: SCALE_BYTES * count].view(torch.bfloat16)
-    integers = packed[SCALE_BYTES * count :].view(torch.int8).view(count, -1)
+    integers = packed[SCALE_BYTES * count :].view(torch.int8).view(count, BLOCK * bits // 8)
     values = torch.empty((count, BLOCK), dtype=torch.float32, device=packed.device)
     size = _PIECE_BLOCKS if packed.device.type == "cpu" else max(count, 1)
     for start in range(0, count, size):

@@ -207,7 +207,7 @@ def _from_bytes(memory: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Queued and not waited for where the memory is pinned; torch keeps it until the copy is done."""
+    """Not waited for where the memory is pinned: torch keeps that until it has been copied."""
     return tensor if device == tensor.device else tensor.to(device, non_blocking=True)
 
 
@@ -396,9 +396,10 @@ def codec_names() -> tuple[str, ...]:
 
 
 register(PlainCodec("raw", None))
-for _codec in (
+_uncompressed: tuple[Uncompressed, ...] = (
     *(PlainCodec(name, name) for name in ("float32", "float16", "bfloat16")),
     *(BlockCodec(f"int{bits}", bits) for bits in (8, 4)),
-):
+)
+for _codec in _uncompressed:
     register(_codec)
     register(ZstdCodec(f"{_codec.name}+zstd", _codec))

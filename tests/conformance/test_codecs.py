@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 import tracemalloc
 from typing import Any
 
@@ -29,6 +30,7 @@ from swarm.wire.codecs import (
 
 DTYPES = tuple(ITEM_BYTES)
 SHAPES = ((), (0,), (3, 0, 2), (1,), (5, 7), (2, 3, 129))
+BLOCKWISE = {"int8": 127.0, "int4": 7.0}
 STORED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -75,11 +77,30 @@ def _check_round_trip(name: str, tensor: torch.Tensor) -> None:
     assert same_bits(decode(again), got), "what was sent once must survive being sent again"
     if is_lossless(name, dtype):
         assert same_bits(got, tensor)
+    elif (levels := BLOCKWISE.get(name.removesuffix("+zstd"))) is not None:
+        _check_error(got, tensor, levels)
+
+
+def _check_error(got: torch.Tensor, tensor: torch.Tensor, levels: float) -> None:
+    """At most half a scale off; the scale is the block's largest / levels, to 2^-8."""
+    values = torch.nn.functional.pad(tensor.double().reshape(-1), (0, -tensor.numel() % 64))
+    largest = values.view(-1, 64).abs().amax(1, keepdim=True)
+    error = torch.nn.functional.pad(got.double().reshape(-1), (0, -got.numel() % 64)) - values
+    narrow = torch.finfo(got.dtype).eps * largest  # what the logical dtype itself rounds
+    assert bool((error.view(-1, 64).abs() <= largest / levels * 0.502 + narrow).all())
 
 
 def _check_non_finite(name: str) -> None:
     tensor = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1.0])
     got = decode(encode(tensor, name))
+    if name.removesuffix("+zstd") in BLOCKWISE:
+        for bad in tensor[:3]:
+            values = torch.ones(200)
+            values[70] = bad
+            got = decode(encode(values, name))
+            assert got.isnan().nonzero().view(-1).tolist() == list(range(64, 128))
+            assert float((got[:64] - 1).abs().max()) < 0.004
+        return
     torch.testing.assert_close(got, tensor, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(torch.signbit(got[3:5]), torch.tensor([False, True]))
     if name in ("raw", "float32", "float32+zstd"):
@@ -126,8 +147,8 @@ def test_codec(name: str) -> None:
 
 
 def test_the_codecs_of_the_protocol() -> None:
-    floats = ("float32", "float16", "bfloat16")
-    assert codec_names() == ("raw", *(n for f in floats for n in (f, f"{f}+zstd")))
+    plain = ("float32", "float16", "bfloat16", "int8", "int4")
+    assert codec_names() == ("raw", *(n for f in plain for n in (f, f"{f}+zstd")))
     for taken in ("raw", "float32"):
         with pytest.raises(ValueError, match="exists"):
             register(get_codec(taken))
@@ -225,10 +246,11 @@ def _zstd_frames() -> dict[str, bytes]:
     }
 
 
+@pytest.mark.parametrize(("codec", "numel"), [("float32+zstd", 1000), ("int8+zstd", 3840)])
 @pytest.mark.parametrize("case", _zstd_frames())
-def test_decompression_is_bounded(case: str) -> None:
-    data = _zstd_frames()[case]
-    wire = WireTensor(TensorMeta("float32", (1000,), "float32+zstd", len(data)), data)
+def test_decompression_is_bounded(case: str, codec: str, numel: int) -> None:
+    data = _zstd_frames()[case]  # the sizes they state: 4000 bytes, or more, or none
+    wire = WireTensor(TensorMeta("float32", (numel,), codec, len(data)), data)
     tracemalloc.start()
     try:
         with pytest.raises(WireError):
@@ -237,6 +259,22 @@ def test_decompression_is_bounded(case: str) -> None:
     finally:
         tracemalloc.stop()
     assert peak < 1 << 20
+
+
+@pytest.mark.parametrize("name", [n for n in codec_names() if n != "raw"])
+def test_random_bytes_of_the_right_length(name: str) -> None:
+    """Whatever a peer sends becomes a tensor as announced, or WireError."""
+    draw = random.Random(f"bytes/{name}")
+    for _ in range(200):
+        dtype, shape = draw.choice(("float32", "bfloat16", "float64")), (draw.randrange(1, 200),)
+        low, high = get_codec(name).nbytes_bounds(dtype, shape[0])
+        data = draw.randbytes(draw.randint(low, high))
+        try:
+            got = decode(WireTensor(TensorMeta(dtype, shape, name, len(data)), data))
+        except WireError:
+            assert name.endswith("+zstd")
+            continue
+        assert (got.shape, got.dtype) == (shape, getattr(torch, dtype))
 
 
 def test_wire_is_little_endian_on_big_endian_machines(monkeypatch: pytest.MonkeyPatch) -> None:

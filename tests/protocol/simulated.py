@@ -35,6 +35,7 @@ from swarm.net.links import Links, peer_of
 from swarm.net.memory import MemoryNetwork
 from swarm.schedule import Schedule
 from swarm.sim.virtual_time import run
+from swarm.wire.boundaries import LOSSLESS, BoundaryCodecs
 
 RUN_ID = "0123456789abcdef" * 2
 LEADER = "leader"
@@ -178,7 +179,7 @@ class Swarm:
     slots: int | None = None
     afab: bool = False
     kept_bytes: int = 1 << 30
-    codecs: tuple[str, str] = ("float32", "float32")
+    codecs: BoundaryCodecs = LOSSLESS
     silence_s: float = 5.0
     speed: Mapping[str, float] = field(default_factory=dict)
     latency_s: float = 0.001

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from swarm.compute import Kind
+from swarm.wire.boundaries import BoundaryCodecs
 from tests.protocol.scenarios import run_seed
 from tests.protocol.simulated import Fault, Swarm, baseline, plan
 
@@ -74,15 +76,29 @@ def test_evicted_answers_are_computed_again() -> None:
     assert evictions > 50
 
 
-@pytest.mark.parametrize("codec", ["float16", "bfloat16", "float32+zstd"])
+@pytest.mark.parametrize("codec", ["float16", "bfloat16", "float32+zstd", "int8", "int4+zstd"])
 def test_codecs_train(codec: str) -> None:
     expected, results = baseline()
-    swarm = Swarm(codecs=(codec, codec), faults=[Fault("counted", "kill", replica="r1.1")])
+    codecs = BoundaryCodecs(codec, codec)
+    swarm = Swarm(codecs=codecs, faults=[Fault("counted", "kill", replica="r1.1")])
     sha256 = swarm.run()["sha256"]
     assert swarm.fired
     assert (sha256 == expected) == (codec == "float32+zstd")
     losses = [result.loss for result in swarm.results]
     assert losses == pytest.approx([result.loss for result in results], rel=2e-2)
+
+
+@pytest.mark.parametrize("seed", [None, 5], ids=["nearest", "stochastic"])
+def test_what_is_rounded_does_not_depend_on_replicas_or_failures(seed: int | None) -> None:
+    """I1 and I2 with codecs of each boundary and direction, evictions and a lost replica."""
+    codecs = BoundaryCodecs("int8", "bfloat16", {1: ("int4", "int8+zstd")}, seed)
+    alone = Swarm(replicas=(1, 1, 1), codecs=codecs).run()["sha256"]
+    faults = [Fault("counted", "kill", replica="r1.1", step=1, count=2)]
+    swarm = Swarm(codecs=codecs, kept_bytes=1, faults=faults)
+    assert swarm.run()["sha256"] == alone
+    assert swarm.fired
+    assert swarm.evictions()
+    assert Swarm(codecs=replace(codecs, seed=6)).run()["sha256"] != alone
 
 
 def test_float32_accumulators_are_close() -> None:

@@ -25,6 +25,7 @@ from swarm.config import (
     with_trainers,
 )
 from swarm.config_text import default_toml, docs_markdown
+from swarm.wire.boundaries import BACKWARD, FORWARD, BoundaryCodecs
 from swarm.errors import ConfigError, DataError, JoinError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -139,6 +140,9 @@ def test_every_example_loads(path: Path) -> None:
         ("nesterov = false", "nesterov = true", "optimizer.nesterov needs optimizer.momentum"),
         ("warmup_steps = 20", "warmup_steps = 301", "schedule.warmup_steps is 301, above"),
         ('activations = "float32"', 'activations = "int9"', "wire.activations should be 'float32'"),
+        ('rounding = "nearest"', 'boundaries = [{ boundary = 2 }]', "names boundary 2, but 3 stages"),
+        ('rounding = "nearest"', 'boundaries = [{ boundary = 0 }, { boundary = 0 }]', "0 twice"),
+        ('rounding = "nearest"', 'boundaries = [{ boundary = 0, up = 1 }]', "wire.boundaries[0].up"),
         ('policy = "exact"', 'policy = "diloco"', "update.policy should be 'exact'"),
         ("microbatches = 8", "microbatches = 0", "batch.microbatches should be greater than"),
         ("kept_mib = 512", "kept_mib = 0", "memory.kept_mib"),
@@ -190,6 +194,20 @@ def test_built_in_optimizers_in_any_case_others_by_class_name() -> None:
         assert config.optimizer.name == kept
 
 
+def test_codecs_of_boundaries() -> None:
+    codecs = BoundaryCodecs.of(parse_toml(changed('activations = "float32"', """
+activations = "bfloat16"
+backward = "int8"
+boundaries = [{ boundary = 1, forward = "int4" }]
+""").replace('"nearest"', '"stochastic"')))
+    assert [codecs.name(b, d) for b in (0, 1) for d in (FORWARD, BACKWARD)] == [
+        "bfloat16", "int8", "int4", "int8",
+    ]  # fmt: skip
+    assert codecs.seed == 0
+    simple = BoundaryCodecs.of(parse_toml(changed('activations = "float32"', 'activations = "int4"')))
+    assert simple == BoundaryCodecs("int4", "int4")
+
+
 def test_frozen() -> None:
     config = parse_toml(SMALL)
     with pytest.raises(ValidationError):
@@ -212,7 +230,7 @@ def test_canonical_form_is_golden() -> None:
     """A file keeps its run id; if that must change, the protocol version rises."""
     canonical = canonical_bytes(parse_toml(CUSTOM))
     assert canonical.startswith(b'{"batch":{"microbatch_size":8,"microbatches":16},"checkpoint":')
-    assert run_id_of(canonical) == "2c6b094d80ec0de5b2deb9c843395492"
+    assert run_id_of(canonical) == "d88ad8c5282bd7655309990aa46f4975"
 
 
 @given(

@@ -1,0 +1,134 @@
+"""Blockwise int8 and int4 against a reference that shares nothing with them, and golden bytes."""
+
+from __future__ import annotations
+
+import math
+import struct
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+import torch
+
+from swarm.wire import blocks
+from swarm.wire.blocks import LEVELS, dequantize, packed_bytes, quantize
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+def to_float32(value: Fraction) -> Fraction:
+    """The nearest float32 of a value in its normal range, ties to even."""
+    return nearest(value, 24)
+
+
+def nearest(value: Fraction, digits: int) -> Fraction:
+    if not value:
+        return value
+    exponent = math.floor(math.log2(abs(value))) - digits + 1
+    while abs(value) >= Fraction(2) ** (exponent + digits):
+        exponent += 1
+    while abs(value) < Fraction(2) ** (exponent + digits - 1):
+        exponent -= 1
+    return round(value / Fraction(2) ** exponent) * Fraction(2) ** exponent
+
+
+def bfloat16_bytes(value: Fraction) -> bytes:
+    return struct.pack("<f", float(value))[2:]
+
+
+def reference(values: list[float], bits: int) -> bytes:
+    """docs/protocol.md, in rational numbers."""
+    levels = int(LEVELS[bits])
+    scales, integers = b"", b""
+    padded = [*values, *[0.0] * (-len(values) % 64)]
+    for start in range(0, len(padded), 64):
+        block = padded[start : start + 64]
+        q = [0] * 64
+        if not all(map(math.isfinite, block)):
+            scales += b"\xc0\x7f"
+        else:
+            exact = [Fraction(value) for value in block]
+            scale = nearest(to_float32(max(map(abs, exact)) / levels), 8)
+            if scale < Fraction(1, 2**125):
+                scale = Fraction(0)
+            else:
+                inverse = to_float32(1 / scale)
+                q = [round(to_float32(value * inverse)) for value in exact]
+            scales += bfloat16_bytes(scale)
+        if bits == 8:
+            integers += struct.pack("<64b", *q)
+        else:
+            integers += bytes((q[i] & 15) | (q[i + 32] & 15) << 4 for i in range(32))
+    return scales + integers
+
+
+def golden_values() -> list[float]:
+    """Ordinary, zero, tiny, huge and bad blocks, and a short last one."""
+    ordinary = [((i * 37) % 101 - 50) * 2.0 ** -(i % 7) for i in range(128)]
+    ties = [127.0, *[i + 0.5 for i in range(63)]]
+    tiny = [2.0**-119, -(2.0**-140), *[0.0] * 62]
+    least = [2.0**-117, -(2.0**-120), *[2.0**-149] * 62]
+    huge = [3.0e38, -1.0e38, *[1.0e31 * i for i in range(62)]]
+    bad = [1.0, math.nan, *[2.0] * 62]
+    infinite = [1.0, -math.inf, *[2.0] * 62]
+    values = [*ordinary, *ties, *[0.0] * 64, *tiny, *least, *huge, *bad, *infinite, 1.5, -0.0, 3.0]
+    return torch.tensor(values).tolist()  # as float32
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_golden_bytes(bits: int) -> None:
+    packed = bytes(quantize(torch.tensor(golden_values()), bits).numpy())
+    assert packed == (GOLDEN / f"int{bits}.bin").read_bytes()
+    assert packed == reference(golden_values(), bits)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_pieces_and_the_rest_are_one(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(bits)
+    values = torch.randn(64 * 9 + 13, generator=draw) * torch.rand(1, generator=draw)
+    expected = bytes(quantize(values, bits).numpy())
+    assert expected == reference(values.tolist(), bits)
+    noisy = bytes(quantize(values, bits, seed=2**63 + 5).numpy())
+    monkeypatch.setattr(blocks, "_PIECE_BLOCKS", 2)
+    assert bytes(quantize(values, bits).numpy()) == expected
+    assert bytes(quantize(values, bits, seed=2**63 + 5).numpy()) == noisy != expected
+    packed = torch.frombuffer(bytearray(expected), dtype=torch.uint8)
+    got = dequantize(packed, values.numel(), bits)
+    monkeypatch.undo()
+    assert torch.equal(got, dequantize(packed, values.numel(), bits))
+    assert len(expected) == packed_bytes(values.numel(), bits) == 10 * (2 + 8 * bits)
+
+
+def hashed(number: int, seed: int) -> float:
+    """The noise of one value, in Python's integers."""
+    x = (number ^ seed) & 0xFFFFFFFF
+    x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
+    x ^= seed >> 32
+    x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
+    x ^= x >> 16
+    return ((x - (1 << 32) if x >= 1 << 31 else x) >> 8) * 2.0**-24
+
+
+def test_the_noise_is_the_documented_hash() -> None:
+    for seed in (0, 1, 0xDEADBEEF12345678, 2**64 - 1):
+        for first in (0, 64, 2**31 - 32):
+            got = blocks._noise(seed, first, torch.Size((2, 32)), torch.device("cpu"))
+            assert got.view(-1).tolist() == [hashed(first + i, seed) for i in range(64)]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_stochastic_rounding_is_right_on_average(bits: int) -> None:
+    values = torch.full((64,), 0.3)
+    values[0] = LEVELS[bits]  # a scale of 1
+    mean = sum(dequantize(quantize(values, bits, seed), 64, bits) for seed in range(200)) / 200
+    assert abs(float(mean[1:].mean()) - 0.3) < 0.01
+    assert float(mean[0]) == pytest.approx(LEVELS[bits], abs=0.51)
+
+
+def test_noise_is_even() -> None:
+    noise = blocks._noise(7, 0, torch.Size((1 << 16,)), torch.device("cpu"))
+    assert -0.5 <= float(noise.min()) < -0.499
+    assert 0.499 < float(noise.max()) < 0.5
+    assert abs(float(noise.mean())) < 0.005
+    counts = torch.histc(noise, 16, -0.5, 0.5)
+    assert float((counts - 4096).abs().max()) < 300
