@@ -25,8 +25,8 @@ from swarm.config import (
     with_trainers,
 )
 from swarm.config_text import default_toml, docs_markdown
-from swarm.wire.boundaries import BACKWARD, FORWARD, BoundaryCodecs
 from swarm.errors import ConfigError, DataError, JoinError
+from swarm.wire.boundaries import BACKWARD, FORWARD, BoundaryCodecs
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(
@@ -140,9 +140,9 @@ def test_every_example_loads(path: Path) -> None:
         ("nesterov = false", "nesterov = true", "optimizer.nesterov needs optimizer.momentum"),
         ("warmup_steps = 20", "warmup_steps = 301", "schedule.warmup_steps is 301, above"),
         ('activations = "float32"', 'activations = "int9"', "wire.activations should be 'float32'"),
-        ('rounding = "nearest"', 'boundaries = [{ boundary = 2 }]', "names boundary 2, but 3 stages"),
+        ('rounding = "nearest"', 'boundaries = [{ boundary = 2 }]', "boundary 2, but 3 stages"),
         ('rounding = "nearest"', 'boundaries = [{ boundary = 0 }, { boundary = 0 }]', "0 twice"),
-        ('rounding = "nearest"', 'boundaries = [{ boundary = 0, up = 1 }]', "wire.boundaries[0].up"),
+        ('rounding = "nearest"', 'boundaries = [{ boundary = 0, up = 1 }]', "boundaries[0].up"),
         ('policy = "exact"', 'policy = "diloco"', "update.policy should be 'exact'"),
         ("microbatches = 8", "microbatches = 0", "batch.microbatches should be greater than"),
         ("kept_mib = 512", "kept_mib = 0", "memory.kept_mib"),
@@ -195,16 +195,25 @@ def test_built_in_optimizers_in_any_case_others_by_class_name() -> None:
 
 
 def test_codecs_of_boundaries() -> None:
-    codecs = BoundaryCodecs.of(parse_toml(changed('activations = "float32"', """
+    codecs = BoundaryCodecs.of(
+        parse_toml(
+            changed(
+                'activations = "float32"',
+                """
 activations = "bfloat16"
 backward = "int8"
 boundaries = [{ boundary = 1, forward = "int4" }]
-""").replace('"nearest"', '"stochastic"')))
+""",
+            ).replace('"nearest"', '"stochastic"')
+        )
+    )
     assert [codecs.name(b, d) for b in (0, 1) for d in (FORWARD, BACKWARD)] == [
         "bfloat16", "int8", "int4", "int8",
     ]  # fmt: skip
     assert codecs.seed == 0
-    simple = BoundaryCodecs.of(parse_toml(changed('activations = "float32"', 'activations = "int4"')))
+    simple = BoundaryCodecs.of(
+        parse_toml(changed('activations = "float32"', 'activations = "int4"'))
+    )
     assert simple == BoundaryCodecs("int4", "int4")
 
 
