@@ -215,7 +215,7 @@ def peer(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
             parts.clear()
             return {"spans": chosen, "parts": inner, "pid": os.getpid()}
 
-        await _serve(f"stage{self.options.stage}", answer)
+        await _serve(f"stage{self.options.stages[0]}", answer)
         await run_process(self)
 
     PeerProcess.run = run_watched  # type: ignore[method-assign]

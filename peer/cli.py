@@ -307,7 +307,8 @@ def serve(
         typer.Option(help="Join link [default: $SWARM_JOIN, else the last swarm joined]."),
     ] = None,
     stage: Annotated[
-        str, typer.Option(help="A stage's number, or auto: where a replica is missed most.")
+        str,
+        typer.Option(help="Stages to stay in, as 1 or 0,2; auto: where a replica is missed most."),
     ] = "auto",
     device: Device = "auto",
     threads: Threads = None,
@@ -348,7 +349,7 @@ def serve(
 
         serve_stage(
             join,
-            stage=_stage_number(stage),
+            stages=_stage_numbers(stage),
             device=device,
             threads=threads,
             memory_mib=memory,
@@ -364,12 +365,16 @@ def serve(
         )
 
 
-def _stage_number(text: str) -> int | None:
+def _stage_numbers(text: str) -> tuple[int, ...]:
+    """The stages named; none for `auto`."""
     if text == "auto":
-        return None
-    if not (text.isascii() and text.isdigit()):
-        raise ConfigError(f"--stage {text!r} is neither auto nor a number", "try --stage auto")
-    return int(text)
+        return ()
+    numbers = text.split(",")
+    if not all(each.isascii() and each.isdigit() for each in numbers):
+        raise ConfigError(
+            f"--stage {text!r} is neither auto nor a number", "try --stage auto, or --stage 0,2"
+        )
+    return tuple(dict.fromkeys(int(each) for each in numbers))
 
 
 def main() -> None:

@@ -86,7 +86,7 @@ def peer(arguments: Mapping[str, Any], tell: Tell) -> int:
         from swarm.net.link import parse_link
 
         options = PeerOptions(
-            stage=arguments["stage"],
+            stages=() if arguments["stage"] is None else (arguments["stage"],),
             device=arguments["device"],
             threads=arguments["threads"],
             listen=arguments["listen"],

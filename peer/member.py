@@ -14,6 +14,7 @@ from typing import Any
 
 from peer.calls import count, names
 from peer.joining import CatchUp
+from peer.measure import StageFacts, stage_facts
 from peer.observe import activity_of
 from peer.orders import Orders, Prepared
 from peer.snapshots import Donor
@@ -37,7 +38,10 @@ class Member:
     """One replica's life in one run.
 
     `find_leader()` gives candidates (incarnation or peer id, addresses) to dial, best first.
-    `build(stage)` makes the stage's initial state on the compute thread. `stage` None means auto.
+    `stage` None means that the leader chooses. `benchmark_s` bounds the first estimate of the
+    stage's time here (0: none is made). `speed` and `memory_bytes` are the device's
+    (`peer.measure`); who is `pinned` has its stage from a person. The device is its owner's to
+    close.
     """
 
     def __init__(
@@ -58,6 +62,10 @@ class Member:
         kept_bytes: int = 1 << 30,
         device: str = "cpu",
         numerics: str = "",
+        benchmark_s: float = 0.0,
+        speed: float | None = None,
+        memory_bytes: int | None = None,
+        pinned: bool = False,
         probe: Probe = no_probe,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
@@ -66,7 +74,12 @@ class Member:
         self.stage, self.accumulate, self.codecs = stage, accumulate, codecs
         self.slots = None if afab else slots or pipeline.num_stages + 2
         self.kept_bytes, self.device, self.probe, self.say = kept_bytes, device, probe, say
-        self.numerics = numerics
+        self.numerics, self.benchmark_s = numerics, benchmark_s
+        self.speed, self.memory_bytes, self.pinned = speed, memory_bytes, pinned
+        self.replaces = ""  # the incarnation in this process that leaves once this one serves
+        self.on_move: Callable[[Member, int, str], str] = lambda *_: "this peer does not move"
+        self.facts: StageFacts | None = None
+        self.took_part = asyncio.Event()  # a commit has named it
         self.server: StageServer | None = None
         self.orders: Orders | None = None
         self.donor: Donor | None = None
@@ -138,6 +151,10 @@ class Member:
             "slots": self.slots or 1024,
             "device": self.device,
             "numerics": self.numerics,
+            "pinned": self.pinned,
+            "replaces": self.replaces,
+            "speed": self.speed,
+            "memory_bytes": self.memory_bytes,
         }
         try:
             body = (await channel.call("join", application)).body
@@ -147,6 +164,9 @@ class Member:
             raise
         self._note_roster(body.get("roster"))
         if self.server is None:
+            why = str(body.get("why", ""))[:200]
+            if why:
+                self.say(f"taking stage {count(body.get('stage'))}: {why}")
             await self._build(count(body.get("stage")))
         self.leader = channel
         return body
@@ -163,6 +183,10 @@ class Member:
             )
 
         state = (await self.compute.run(Kind.BACKGROUND, build)).value
+        if self.benchmark_s > 0:
+            self.facts = await stage_facts(
+                self.compute, state, self.pipeline, stage, self.benchmark_s
+            )
         self.server = StageServer(
             stage,
             state,
@@ -178,15 +202,19 @@ class Member:
         self.donor = Donor(self.server, self.orders)
         self.catching_up = CatchUp(self.server, self.orders, self.links, self.random, say=self.say)
         self.orders.on_commit = self._committed
+        self.orders.on_move = lambda stage, reason: self.on_move(self, stage, reason)
         self.links.methods.update(
             {**self.server.methods(), **self.orders.methods(), **self.donor.methods()}
         )
 
     def _committed(self, record: Record, prepared: Prepared) -> None:
         assert self.donor is not None
+        assert self.server is not None
         assert self.catching_up is not None
         self.donor.keep_gradient(record, prepared)
         self.catching_up.committed(record)
+        if self.links.incarnation in record.members.get(self.server.stage, ()):
+            self.took_part.set()
 
     # ---- the state ------------------------------------------------------------------------------
 
@@ -214,7 +242,13 @@ class Member:
         """Tell the leader where this state stands; `position` is filled with where the run does."""
         assert self.catching_up is not None
         noted, self.catching_up.to_tell = self.catching_up.to_tell, []
-        body = {"step": self.step, "following": self.catching_up.following, "noted": noted[:8]}
+        body: dict[str, Any] = {
+            "step": self.step,
+            "following": self.catching_up.following,
+            "noted": noted[:8],
+        }
+        if self.facts is not None:
+            body["facts"] = self.facts.body()
         position.update((await channel.call("ready", body)).body)
         if position.get("ready") is not True:
             return False
@@ -300,21 +334,24 @@ class Member:
             self.orders.invalidate()
             self.orders.fell_behind.set()
 
-    async def drain(self, seconds: float) -> None:
+    async def drain(self, seconds: float) -> bool:
         """Leave politely: no new work, and go once what was counted here is committed.
 
-        Returns after `seconds` in any case; what is then uncommitted is replayed by others.
+        Returns after `seconds` in any case; what is then uncommitted is replayed by others. True:
+        it may go, and `run` ends.
         """
         if self.leader is None or self.leader.ended is not None:
-            return
+            return self.finished.is_set()
         try:
             async with asyncio.timeout(seconds):
                 answer = await self.leader.call("leave", {})
                 if answer.body.get("now") is not True:
                     self.say(f"leaving; waiting for: {str(answer.body.get('reason', ''))[:100]}")
                     await self.finished.wait()
+                self.finished.set()
         except (TimeoutError, SwarmError) as error:
             log.debug("left without a hand-over: %s", error or "out of time")
+        return self.finished.is_set()
 
     async def _finished_within(self, seconds: float) -> None:
         try:

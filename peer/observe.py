@@ -21,6 +21,7 @@ from swarm.errors import RefusedError
 from swarm.net.channel import Channel, Message
 
 if TYPE_CHECKING:
+    from peer.host import Host
     from peer.member import Member
 
 MAX_EVENTS = 2048  # kept
@@ -141,19 +142,19 @@ class Observations:
 
 
 class Activity:
-    """How a replica's time is spent, sampled, in seconds since it began."""
+    """How a process spends its time, sampled, in seconds since it began."""
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(ACTIVITIES, 0.0)
 
-    async def watch(self, member: Member) -> None:
-        """Sample `member` until cancelled."""
+    async def watch(self, host: Host) -> None:
+        """Sample the replicas of this process until cancelled."""
         loop = asyncio.get_running_loop()
         last = loop.time()
         while True:
             await asyncio.sleep(SAMPLE_EVERY_S)
             now = loop.time()
-            self.seconds[member.activity] += now - last
+            self.seconds[host.activity] += now - last
             last = now
 
 

@@ -62,6 +62,7 @@ class Orders:
         self.commit_lock = asyncio.Lock()
         self._mark: tuple[int, str] | None = None  # the step and fingerprint of the state
         self.on_commit: Callable[[Record, Prepared], None] = lambda record, prepared: None
+        self.on_move: Callable[[int, str], str] = lambda stage, reason: "this peer does not move"
         self.before_commit: Callable[[Record], Awaitable[None]] | None = None  # catch up to it
 
     def methods(self) -> dict[str, Method]:
@@ -73,6 +74,7 @@ class Orders:
             "commit": Method(self._commit, no_tensors),
             "inspect": Method(self._inspect, no_tensors),
             "stand": Method(self._stand, no_tensors),
+            "move": Method(self._move, no_tensors),
         }
 
     def _heed(self, channel: Channel, term: Term) -> None:
@@ -147,6 +149,13 @@ class Orders:
                 "phase": entry.phase.value if entry else "absent",
             }
         )
+
+    async def _move(self, channel: Channel, message: Message) -> Message:
+        """The leader wants this peer in another stage; it may say no. The answer says why not."""
+        body = message.body
+        self._heed(channel, Term.read(body.get("term")))
+        refusal = self.on_move(count(body.get("stage")), str(body.get("reason", ""))[:200])
+        return Message({"refusal": refusal[:200]})
 
     # ---- averaging ------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""A volunteer's process: from a join link to serving a stage, and back after every interruption."""
+"""A volunteer's process: from a join link to serving stages, and back after every interruption."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from peer.host import Host
 from peer.launch import Node, be_exact, choose_device, keep_freed_memory, numerics_of
+from peer.measure import device_memory, device_speed
 from peer.member import Member
 from peer.observe import Activity, PeerObservations, version
 from swarm.averaging import GroupAllReduce
 from swarm.averaging.policy import ExactPolicy
-from swarm.compute import ThreadCompute
+from swarm.compute import ThreadCompute, WatchedCompute
 from swarm.config import MAX_CONFIG_BYTES, RunConfig, from_canonical, with_pretrained_hash
 from swarm.device import allocator
 from swarm.errors import ConfigError, JoinError, SwarmError, VersionError
@@ -33,6 +35,7 @@ ANNOUNCE_S = 20.0
 ANNOUNCEMENT_TTL_S = 60.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 SAY_EVERY_S = 60.0
+BENCHMARK_S = 2.0  # for a first estimate of a stage's time on this device
 _KIND_CHARS = 15
 TROUBLE = ("lost the leader", "looking for the leader")  # phases of a Member that are retries
 
@@ -41,7 +44,7 @@ TROUBLE = ("lost the leader", "looking for the leader")  # phases of a Member th
 class PeerOptions:
     """The flags of `swarm-peer`: nothing here changes the numbers of the run."""
 
-    stage: int | None = None
+    stages: Sequence[int] = ()  # empty: the leader chooses one, and may move this peer
     device: str = "auto"
     threads: int | None = None
     memory_mib: int | None = None
@@ -82,7 +85,7 @@ class Speaker:
 
 
 class PeerProcess:
-    """One replica of one run. `links_seen(link)` is told of every link that worked."""
+    """The replicas of one run on one device. `remember(link)` is told of every link that worked."""
 
     def __init__(
         self,
@@ -95,7 +98,7 @@ class PeerProcess:
     ) -> None:
         self.link, self.identity, self.options = link, identity, options
         self._write, self._remember = say, remember
-        self.member: Member | None = None
+        self.host: Host | None = None
         self._config = b""
         self._leaving = False
 
@@ -131,10 +134,7 @@ class PeerProcess:
     async def drain(self, seconds: float) -> bool:
         """Leave politely; see `Member.drain`. Whether `run` now ends by itself; else cancel it."""
         self._leaving = True
-        if self.member is None:
-            return False
-        await self.member.drain(seconds)
-        return self.member.finished.is_set()
+        return self.host is not None and await self.host.drain(seconds)
 
     async def _open(self) -> Node:
         """On the network and in the directory; tries again until somebody answers."""
@@ -205,7 +205,10 @@ class PeerProcess:
         self, node: Node, links: Links, config: RunConfig, pipeline: ModelPipeline, device: str
     ) -> None:
         run_id, trainers = config.run_id, config.run.trainers
-        compute = ThreadCompute(afab=self.options.afab)
+        compute = WatchedCompute(ThreadCompute(afab=self.options.afab))
+        self.say("measuring this device")
+        speed = await device_speed(compute, device)
+        free_bytes = device_memory(device)
         reducer = GroupAllReduce(
             node.transport, links.incarnation, addresses=lambda peer: links.addresses.get(peer, ())
         )
@@ -226,41 +229,56 @@ class PeerProcess:
             return found
 
         kept_mib = min(config.memory.kept_mib, self.options.memory_mib or config.memory.kept_mib)
-        member = self.member = Member(
+
+        activity = Activity()
+
+        def make(own: Links, stage: int | None) -> Member:
+            member = Member(
+                own,
+                pipeline,
+                compute,
+                ExactPolicy(reducer),
+                config.optimizer,
+                trainers,
+                find_leader,
+                stage=stage,
+                accumulate=config.update.accumulate,
+                codecs=BoundaryCodecs.of(config),
+                slots=self.options.slots,
+                afab=self.options.afab,
+                kept_bytes=kept_mib << 20,
+                device=device,
+                numerics=numerics_of(config, device),
+                benchmark_s=BENCHMARK_S,
+                speed=speed,
+                memory_bytes=free_bytes,
+                pinned=bool(self.options.stages),
+                say=self.say,
+            )
+            shown = PeerObservations(member, activity, self.options.name)
+            own.methods["observe"] = Method(shown.answer, no_tensors)
+            return member
+
+        host = self.host = Host(
+            make,
             links,
-            pipeline,
-            compute,
-            ExactPolicy(reducer),
-            config.optimizer,
-            trainers,
-            find_leader,
-            stage=self.options.stage,
-            accumulate=config.update.accumulate,
-            codecs=BoundaryCodecs.of(config),
-            slots=self.options.slots,
-            afab=self.options.afab,
-            kept_bytes=kept_mib << 20,
-            device=device,
-            numerics=numerics_of(config, device),
+            reducer.lives,
+            lambda: new_incarnation(self.identity.peer_id),
             say=self.say,
         )
 
-        activity = Activity()
-        links.methods["observe"] = Method(
-            PeerObservations(member, activity, self.options.name).answer, no_tensors
-        )
-
         async def announce() -> None:
-            met = member.leader
+            met: Channel | None = None
             while True:
-                if member.leader is not met:  # it was gone, and its part of the directory with it
+                leader = next((each.leader for each in host.members), None)
+                if leader is not met:  # it was gone, and its part of the directory with it
                     with contextlib.suppress(SwarmError):
                         await node.directory.add_peers(self.link.addresses)
-                        met = member.leader
+                        met = leader
                 record = {
                     "incarnation": links.incarnation,
                     "addresses": list(node.transport.addresses),
-                    "stage": member.server.stage if member.server else -1,
+                    "stage": next(iter(host.stages), -1),
                     "version": version(),
                     "name": self.options.name,
                 }
@@ -268,9 +286,10 @@ class PeerProcess:
                 await asyncio.sleep(ANNOUNCE_S)
 
         announcing = asyncio.create_task(announce())
-        watching = asyncio.create_task(activity.watch(member))
+        watching = asyncio.create_task(activity.watch(host))
         lost = asyncio.create_task(node.transport.lost.wait())
-        serving = asyncio.create_task(member.run())
+        host.begin(self.options.stages or (None,))
+        serving = asyncio.create_task(host.run())
         try:
             await asyncio.wait((serving, lost), return_when=asyncio.FIRST_COMPLETED)
             if not serving.done():
@@ -282,9 +301,8 @@ class PeerProcess:
                 task.cancel()
             await asyncio.gather(announcing, watching, lost, serving, return_exceptions=True)
             await reducer.aclose()
-            await member.aclose()
-            if member.server is None:
-                await compute.aclose()
+            await host.aclose()
+            await compute.aclose()
 
     async def _give_config(self, channel: Channel, message: Message) -> Message:
         return Message({"config": self._config})

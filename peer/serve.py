@@ -22,7 +22,7 @@ MAX_NAME_CHARS = 40
 def serve_stage(
     join: str | None,
     *,
-    stage: int | None,
+    stages: Sequence[int],
     device: str,
     threads: int | None,
     memory_mib: int | None,
@@ -36,7 +36,7 @@ def serve_stage(
     pretrained: Path | None,
     name: str,
 ) -> None:
-    """`swarm-peer`: serve a stage until the run is finished or the user has enough."""
+    """`swarm-peer`: serve stages until the run is finished or the user has enough."""
     from peer.run_peer import PeerOptions, PeerProcess
     from swarm.net.identity import claim_identity, claim_identity_file
     from swarm.net.link import parse_link
@@ -52,7 +52,7 @@ def serve_stage(
         )
     link = parse_link(join)
     options = PeerOptions(
-        stage=stage,
+        stages=stages,
         device=device,
         threads=threads,
         memory_mib=memory_mib,

@@ -78,7 +78,8 @@ class StageServer:
         probe: Probe = no_probe,
     ) -> None:
         self.stage, self.state, self.pipeline = stage, state, pipeline
-        self.compute = WatchedCompute(compute)
+        # Stages of one process share their device, and its watch.
+        self.compute = compute if isinstance(compute, WatchedCompute) else WatchedCompute(compute)
         self.codecs, self.probe = codecs, probe
         self.ledger = Ledger()
         self.slots = Slots(slots)
@@ -403,8 +404,8 @@ class StageServer:
         advanced.set()
 
     async def aclose(self) -> None:
+        """End what runs here. The device is its owner's to close."""
         await self.tasks.aclose()
-        await self.compute.aclose()
 
     def abort(self) -> None:
         self.tasks.abort()

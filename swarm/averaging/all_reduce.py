@@ -64,8 +64,9 @@ class _Parked:
 class GroupAllReduce:
     """The averaging rounds of one process; serves `PROTOCOL` on its transport.
 
-    `me` is this process's incarnation; `addresses(peer_id)` gives multiaddrs to dial. Several
-    rounds may run at once, each under an id of its own.
+    `me` is this process's incarnation; of several, `lives` holds all, no two of them in one group.
+    `addresses(peer_id)` gives multiaddrs to dial. Several rounds may run at once, each under
+    an id of its own.
     """
 
     def __init__(
@@ -77,7 +78,8 @@ class GroupAllReduce:
         limits: Limits | None = None,
         chunk_elements: int = CHUNK_ELEMENTS,
     ) -> None:
-        self.transport, self.me = transport, me or transport.peer_id
+        self.transport = transport
+        self.lives = {me or transport.peer_id}
         self.limits = limits or Limits()
         self._addresses, self._chunk_elements = addresses, chunk_elements
         self._rounds: dict[str, Round] = {}
@@ -112,8 +114,9 @@ class GroupAllReduce:
         """
         if round_id in self._rounds or round_id in self._ended:
             raise ValueError(f"round {round_id!r} has been used")
-        if self.me not in members:
-            raise ValueError(f"{self.me} is not a member of {list(members)}")
+        me = next((name for name in members if name in self.lives), None)
+        if me is None:
+            raise ValueError(f"{sorted(self.lives)} is not among {list(members)}")
         accumulate = next((n for n, d in DTYPES.items() if d == local.dtype), str(local.dtype))
         plan = make_plan(
             members, local.numel(), accumulate, shares=shares, chunk_elements=self._chunk_elements
@@ -124,7 +127,7 @@ class GroupAllReduce:
         if len(members) == 1:
             await round_alone(local, out)
             return
-        current = Round(round_id, self.me, plan, data, result, self.limits)
+        current = Round(round_id, me, plan, data, result, self.limits)
         self._rounds[round_id] = current
         for parked in [p for p in self._parked if p.header["round"] == round_id]:
             if not parked.started.done():
@@ -168,8 +171,8 @@ class GroupAllReduce:
     async def _find_round(self, stream: Stream, header: dict[str, Any]) -> Round | None:
         """The round of a stream, waiting for it to start here; None after telling why not."""
         round_id: str = header["round"]
-        if header["to"] != self.me:
-            await refuse(stream, "that life of this peer is over", self.me, self.limits)
+        if header["to"] not in self.lives:
+            await refuse(stream, "that life of this peer is over", header["to"], self.limits)
             return None
         if round_id in self._ended:
             failure = self._ended[round_id]
@@ -193,7 +196,7 @@ class GroupAllReduce:
                 return await parked.started
         except TimeoutError:
             why = "was not told to start the round"
-            await refuse(stream, why, self.me, self.limits)
+            await refuse(stream, why, header["to"], self.limits)
             return None
         finally:
             del self._parked[parked]
@@ -205,7 +208,7 @@ class GroupAllReduce:
             if not parked.started.done():
                 parked.started.set_exception(StreamClosedError("this member stops"))
         for current in list(self._rounds.values()):
-            current.fail(RoundFailedError("this member stops", peer=self.me))
+            current.fail(RoundFailedError("this member stops", peer=current.me))
             await current.ended.wait()
 
 

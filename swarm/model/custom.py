@@ -181,7 +181,7 @@ class CustomPipeline(ModelPipeline):
         }
         self.num_stages = num_stages
         self._find_boundaries()
-        self.cut = choose_cut(self._costs, num_stages, cut)
+        self.cut = choose_cut(self.layer_costs, num_stages, cut)
 
     def _find_boundaries(self) -> None:
         if self.autocast is None:  # which the meta device knows nothing of
@@ -241,7 +241,7 @@ class CustomPipeline(ModelPipeline):
         self.key_order = [
             f"{n}.{key}" for n, m in layers.items() for key, _ in m.named_parameters()
         ]
-        self._costs = [
+        self.layer_costs = [
             1 + sum(p.numel() for p in module.parameters()) for module in layers.values()
         ]
 

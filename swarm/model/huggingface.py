@@ -133,7 +133,8 @@ class HuggingFacePipeline(ModelPipeline):
         skeleton = build_model(config, empty=True)
         names = {name for name, _ in skeleton.named_parameters()}
         self.key_order = [key for key in skeleton.state_dict() if key in names]
-        self.cut = choose_cut(_costs(skeleton, text, self.anatomy, sequence), num_stages, cut)
+        self.layer_costs = _costs(skeleton, text, self.anatomy, sequence)
+        self.cut = choose_cut(self.layer_costs, num_stages, cut)
         hidden_dtype = str(self.anatomy.hidden_dtype).removeprefix("torch.")
         self._hidden = TensorSpec((microbatch_size, sequence, text.hidden_size), hidden_dtype)
 

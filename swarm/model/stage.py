@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from swarm.model.cut import stage_range
 from swarm.model.randomness import derive_seed, set_seed
 from swarm.spec import TensorSpec
 
@@ -166,14 +167,20 @@ def backward(
 class ModelPipeline(ABC):
     """A whole model, described; `build_stage` makes the one slice a peer serves.
 
-    Attributes: `num_stages`; `cut`, layers per stage; `batch_spec`, one microbatch's fields;
+    Attributes: `num_stages`; `cut`, layers per stage; `layer_costs`, what each layer computes
+    relative to the others, as far as its shapes tell; `batch_spec`, one microbatch's fields;
     `key_order`, the parameter names of the whole model in the order exports and hashes use.
     """
 
     num_stages: int
     cut: tuple[int, ...]
+    layer_costs: Sequence[int]
     batch_spec: dict[str, TensorSpec]
     key_order: list[str]
+
+    def stage_cost(self, stage: int) -> float:
+        """What a microbatch costs in `stage`, in the unit of `layer_costs`."""
+        return float(sum(self.layer_costs[slice(*stage_range(self.cut, stage))]))
 
     @abstractmethod
     def boundary(self, stage: int) -> tuple[TensorSpec, ...]:

@@ -76,6 +76,14 @@ def no_tensors(_: Header, metas: Sequence[TensorMeta]) -> None:
         raise WireError(f"{len(metas)} tensors where none belong")
 
 
+async def read_hello(stream: Stream) -> Header:
+    """The first frame of a channel. Raises StreamClosedError, or WireError if it is no hello."""
+    frame = await read_frame(stream, no_tensors)
+    if frame.header.get("kind") != "hello":
+        raise WireError(f"{stream.peer} did not greet")
+    return frame.header
+
+
 @dataclass(slots=True)
 class _Pending:
     future: asyncio.Future[Message]
@@ -128,20 +136,28 @@ class Channel:
         """Whether tensors wait to be sent, or are being sent."""
         return self._bulk_bytes > 0
 
-    async def greet(self) -> None:
-        """Exchange hellos. Raises StreamClosedError, or WireError when they make no sense."""
+    async def greet(self, to: str = "") -> None:
+        """As the one who dialled: exchange hellos, asking for the incarnation `to` if it is one.
+
+        Raises StreamClosedError, or WireError when they make no sense.
+        """
+        await self._stream.send(encode_frame({"kind": "hello", **self._hello, "to": to}))
+        self._meet(await read_hello(self._stream))
+
+    async def answer(self, hello: Header) -> None:
+        """As the one who was dialled, with this hello: the same. Raises as `greet`."""
         await self._stream.send(encode_frame({"kind": "hello", **self._hello}))
-        frame = await read_frame(self._stream, no_tensors)
-        if frame.header.get("kind") != "hello":
-            raise WireError(f"{self.peer} did not greet")
-        incarnation = frame.header.get("incarnation")
+        self._meet(hello)
+
+    def _meet(self, hello: Header) -> None:
+        incarnation = hello.get("incarnation")
         if (
             not isinstance(incarnation, str)
             or len(incarnation) > MAX_INCARNATION_CHARS
             or incarnation.split("#")[0] != self.peer
         ):
             raise WireError(f"{self.peer} calls itself {str(incarnation)[:80]!r}")
-        self.remote = frame.header
+        self.remote = hello
         self.last_heard = asyncio.get_running_loop().time()
 
     async def run(self) -> None:

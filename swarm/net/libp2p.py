@@ -106,6 +106,8 @@ class Libp2pTransport:
         """See Transport. Takes `dial_timeout_s` at most; cancelled, it leaves nothing open."""
         if self._closed or self.lost.is_set():
             raise UnreachableError(f"cannot dial {peer_id}", self.daemon.why_lost or "closed here")
+        if peer_id == self.peer_id:
+            return self._dial_self(protocol)
         try:
             async with asyncio.timeout(self.dial_timeout_s):
                 connection, peer = await self._open(peer_id, protocol, addresses)
@@ -132,6 +134,18 @@ class Libp2pTransport:
             raise UnreachableError(f"cannot reach {peer_id}", reason) from None
         except TransportError as error:
             raise UnreachableError(f"cannot reach {peer_id}", _short(error.message)) from None
+
+    def _dial_self(self, protocol: str) -> Stream:
+        """The daemon does not dial itself; one replica here may be the neighbour of another."""
+        if protocol not in self._handlers:
+            raise UnreachableError(
+                f"cannot reach {self.peer_id}", "it does not serve this protocol"
+            )
+        here, there = socket.socketpair()
+        for end in (here, there):
+            end.setblocking(False)
+        self._spawn(self._serve_stream(protocol, self._add_stream(there, self.peer_id)))
+        return self._add_stream(here, self.peer_id)
 
     async def _open(
         self, peer_id: str, protocol: str, addresses: Sequence[str]
@@ -178,7 +192,7 @@ class Libp2pTransport:
         try:
             async with asyncio.timeout(self.dial_timeout_s):
                 info = p2pd_pb2.StreamInfo.FromString(await read_message(connection))
-            handler = self._handlers[info.proto]
+            self._handlers[info.proto]
         except BaseException as error:
             connection.close()
             if isinstance(error, Exception):
@@ -187,13 +201,15 @@ class Libp2pTransport:
             raise
         finally:
             del self._nameless[connection]
-        stream = self._add_stream(connection, base58_encode(info.peer))
+        await self._serve_stream(info.proto, self._add_stream(connection, base58_encode(info.peer)))
+
+    async def _serve_stream(self, protocol: str, stream: SocketStream) -> None:
         try:
-            await handler(stream)
+            await self._handlers[protocol](stream)
         except StreamClosedError as error:
-            log.debug("%s from %s: %s", info.proto, stream.peer, error)
+            log.debug("%s from %s: %s", protocol, stream.peer, error)
         except Exception as error:
-            log.warning("%s from %s failed: %r", info.proto, stream.peer, error)
+            log.warning("%s from %s failed: %r", protocol, stream.peer, error)
             log.debug("traceback", exc_info=True)
         finally:
             stream.abort_unless_closed()

@@ -2,6 +2,10 @@
 
 A channel serves both directions, so whoever was dialled by a peer can call it back without an
 address of its own; that is how a leader reaches replicas behind a home router.
+
+A process that serves several stages is several replicas, and each has an incarnation and channels
+of its own (`another_life`): to everybody else they are two peers at one address. Who dials says
+which one it means.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from swarm.errors import (
     VersionError,
     WireError,
 )
-from swarm.net.channel import Channel, Method
+from swarm.net.channel import Channel, Method, read_hello
 from swarm.net.transport import Stream, Transport
 from swarm.tasks import TaskSet
 from swarm.wire.codecs import allocate_bytes
@@ -61,11 +65,37 @@ class Links:
         self.transport, self.run_id, self.incarnation = transport, run_id, incarnation
         self.methods = methods
         self._hello = {**(hello or {}), "run": run_id, "incarnation": incarnation}
+        self._front = self
+        self._lives = {incarnation: self}  # of the front; others look there
         self._on_close, self._silence_s, self._allocate = on_close, silence_s, allocate
         self._channels: dict[str, Channel] = {}
         self._dials: dict[str, asyncio.Task[Channel]] = {}
-        self.addresses: dict[str, tuple[str, ...]] = {}
+        self._addresses: dict[str, tuple[str, ...]] = {}
         self._tasks = TaskSet()
+
+    @property
+    def addresses(self) -> dict[str, tuple[str, ...]]:
+        """Where peers can be dialled, by peer id; known to all lives of this process."""
+        return self._front._addresses
+
+    @addresses.setter
+    def addresses(self, known: dict[str, tuple[str, ...]]) -> None:
+        self._front._addresses = known
+
+    def another_life(self, incarnation: str, methods: dict[str, Method]) -> Links:
+        """Links of another replica in this process. It is found behind the same address, by those
+        who dial its incarnation, until it is closed; close it before this one."""
+        life = Links(
+            self.transport,
+            self.run_id,
+            incarnation,
+            methods,
+            silence_s=self._silence_s,
+            allocate=self._allocate,
+        )
+        life._front = self._front
+        self._front._lives[incarnation] = life
+        return life
 
     def serve(self) -> None:
         """Accept channels from now on."""
@@ -115,7 +145,7 @@ class Links:
         channel = self._new_channel(stream)
         try:
             async with asyncio.timeout(GREET_TIMEOUT_S):
-                await channel.greet()
+                await channel.greet(incarnation if "#" in incarnation else "")
             self._check_run(channel)
         except (TimeoutError, StreamClosedError, WireError) as error:
             channel.end(str(error))
@@ -142,16 +172,19 @@ class Links:
         )
 
     async def _accept(self, stream: Stream) -> None:
-        channel = self._new_channel(stream)
         try:
             async with asyncio.timeout(GREET_TIMEOUT_S):
-                await channel.greet()
+                hello = await read_hello(stream)
+                # Who asks for a life that is over is shown that another one answers.
+                life = self._lives.get(str(hello.get("to")), self)
+                channel = life._new_channel(stream)
+                await channel.answer(hello)
             self._check_run(channel)
         except (TimeoutError, StreamClosedError, WireError, JoinError) as error:
             log.debug("refused a stream of %s: %s", stream.peer, error)
             await stream.close()
             return
-        await self._run(channel)
+        await life._run(channel)
 
     async def _run(self, channel: Channel) -> None:
         incarnation = channel.incarnation
@@ -192,6 +225,8 @@ class Links:
 
     def abort(self) -> None:
         """Drop every channel at once."""
+        if self._front is not self:
+            self._front._lives.pop(self.incarnation, None)
         self._tasks.abort()
         for channel in list(self._channels.values()):
             channel.end("this process stops")

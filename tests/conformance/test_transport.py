@@ -322,6 +322,21 @@ async def check_closing_transport_ends_streams(peers: list[Transport]) -> None:
         await peers[1].dial(peers[0].peer_id, "/held/1", peers[0].addresses)
 
 
+async def check_a_peer_can_dial_itself(peers: list[Transport]) -> None:
+    """One process may be two replicas, and each other's neighbours."""
+    me = peers[0]
+    me.serve("/echo/1", echo)
+    stream = await me.dial(me.peer_id, "/echo/1", me.addresses)
+    assert stream.peer == me.peer_id
+    data = random.Random(4).randbytes(MIB)
+    sending = asyncio.create_task(send_framed(stream, data))
+    assert await receive_framed(stream) == data
+    await sending
+    with pytest.raises(UnreachableError):
+        await me.dial(me.peer_id, "/nobody/1", me.addresses)
+    stream.abort()
+
+
 CHECKS = [value for name, value in sorted(globals().items()) if name.startswith("check_")]
 
 

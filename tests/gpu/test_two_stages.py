@@ -117,6 +117,7 @@ async def two_stages(run: RunConfig, steps: int) -> tuple[str, float]:
     for member in members:
         await member.links.aclose()
         await member.aclose()
+    await compute.aclose()
     await leader.links.aclose()
     await leader.aclose()
     return model_sha256(hashes, pipeline.key_order), sum(walls[1:]) / max(len(walls) - 1, 1)

@@ -473,6 +473,7 @@ class Swarm:
         await asyncio.gather(task, return_exceptions=True)
         await member.links.aclose()
         await member.aclose()
+        await self.computes[name].aclose()
         await self.network.transports[name].close()
 
     def hashes(self) -> dict[str, str]:

@@ -297,7 +297,7 @@ def test_another_life_of_a_peer_is_refused() -> None:
         first, second = group.members
         group.network.kill(second.split("#")[0])
         group.reducers[second] = group.reducer(second)
-        group.reducers[second].me = "peer1#ffffffff"
+        group.reducers[second].lives = {"peer1#ffffffff"}
         with pytest.raises(RoundFailedError) as caught:
             await group.member(first)
         assert caught.value.peer == second

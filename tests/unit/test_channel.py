@@ -161,7 +161,7 @@ def test_silence_ends_the_channel_within_seconds_and_work_does_not() -> None:
             await channel.call("echo", {})
         pair.network.thaw("b")
         await asyncio.sleep(0.1)
-        assert pair.closed == ["b#1", "a#1"]
+        assert sorted(pair.closed) == ["a#1", "b#1"]
         assert (await (await pair.a.channel("b#1")).call("echo", {})).body
 
     with_pair(check)
@@ -347,3 +347,34 @@ def test_a_peer_that_is_cut_off_costs_one_dial_and_no_more() -> None:
         await there.close()
 
     run(main(), limit_s=100)
+
+
+def test_a_process_is_as_many_peers_as_it_has_lives() -> None:
+    """Each is found behind one address by its incarnation, by its own process too."""
+
+    async def check(pair: Pair, channel: Channel) -> None:
+        def named(name: str) -> dict[str, Method]:
+            async def answer(channel: Channel, message: Message) -> Message:
+                return Message({"me": name, "you": channel.incarnation})
+
+            return {"who": Method(answer, no_tensors)}
+
+        pair.b.methods.update(named("b#1"))
+        second = pair.b.another_life("b#2", named("b#2"))
+        for name in ("b#1", "b#2"):
+            answer = await (await pair.a.channel(name)).call("who", {})
+            assert answer.body == {"me": name, "you": "a#1"}
+        answer = await (await pair.b.channel("b#2")).call("who", {})
+        assert answer.body == {"me": "b#2", "you": "b#1"}
+        assert (await (await pair.a.channel("b")).call("who", {})).body["me"] in ("b#1", "b#2")
+        pair.a.addresses = {"b": ("somewhere",)}
+        second.addresses = {"a": ("elsewhere",)}
+        assert pair.b.addresses == {"a": ("elsewhere",)}
+        await second.aclose()
+        await asyncio.sleep(0.1)
+        assert pair.a.open_channel("b#2") is None
+        assert channel.ended is None
+        with pytest.raises(UnreachableError, match="is gone"):
+            await pair.a.channel("b#2")
+
+    with_pair(check)

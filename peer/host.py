@@ -1,0 +1,196 @@
+"""The replicas of one process: one per stage that it serves, all on one device.
+
+Each is a `Member` with an incarnation, a ledger and channels of its own: to everybody else two
+replicas that happen to share a peer id, so nothing in the step protocol knows of this. Transport,
+device queue and memory are shared; a microbatch may pass through both.
+
+So a move to another stage is a join and a polite leave. The new replica fetches its state while
+the old one goes on serving, is taken in like any joiner, and once a commit names it the old one
+asks to go: nothing is replayed, and whatever happens half way leaves a swarm in which some replicas
+have joined or left. Where memory does not hold both, the old one goes first. Who does not hear of
+the end of a move in time gives it up and stays what it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from peer.member import Member
+from peer.observe import ACTIVITIES
+from swarm.errors import JoinError
+from swarm.net.links import Links
+from swarm.tasks import TaskSet
+
+log = logging.getLogger(__name__)
+MOVE_S = 900.0  # for a download and the first commit with the new replica
+HAND_OVER_S = 60.0  # one attempt at leaving; repeated, for what it waits for may take long
+RETRY_S = 1.0
+
+
+class Host:
+    """The members of one process.
+
+    `make(links, stage)` builds one (None: the leader chooses the stage), `links` are those of the
+    process, `lives` is told the incarnations that live here, `name_life()` names the next one.
+    `fits(stages)` says whether the device's memory holds those stages at once.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[Links, int | None], Member],
+        links: Links,
+        lives: set[str],
+        name_life: Callable[[], str],
+        *,
+        fits: Callable[[Sequence[int]], bool] = lambda stages: True,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._make, self._links, self._lives, self._name_life = make, links, lives, name_life
+        self._fits, self._say = fits, say
+        self._serving: dict[Member, asyncio.Task[None]] = {}
+        self._moving: asyncio.Task[None] | None = None
+        self._tasks = TaskSet()
+        self._changed = asyncio.Event()
+
+    @property
+    def members(self) -> list[Member]:
+        """Those that serve or fetch a state, in order of arrival."""
+        return list(self._serving)
+
+    @property
+    def stages(self) -> list[int]:
+        return [each.server.stage for each in self._serving if each.server is not None]
+
+    @property
+    def activity(self) -> str:
+        """What this process does at this moment, for those who look on."""
+        doing = {each.activity for each in self._serving}
+        return next((name for name in ACTIVITIES if name in doing), ACTIVITIES[-1])
+
+    def begin(self, stages: Iterable[int | None]) -> None:
+        """Serve these stages; None is one that the leader chooses."""
+        for stage in stages:
+            self._begin(stage)
+
+    async def run(self) -> None:
+        """Until no replica is left here: the run is over, or all have left.
+
+        Raises JoinError for what time cannot mend.
+        """
+        while self._serving or self._moving is not None:
+            self._changed.clear()
+            for member, task in list(self._serving.items()):
+                if task.done():
+                    await self._end(member)
+                    self._raise_if_it_must(member, task)
+            if self._serving or self._moving is not None:
+                await self._changed.wait()
+
+    @staticmethod
+    def _raise_if_it_must(member: Member, task: asyncio.Task[None]) -> None:
+        """What ends one replica ends the process, but for one that was to take another's place."""
+        try:
+            task.result()
+        except JoinError as error:
+            if not member.replaces:
+                raise
+            log.info("cannot move: %s", error)
+
+    def _begin(self, stage: int | None, replaces: str = "") -> Member:
+        incarnation = self._name_life()
+        member = self._make(self._links.another_life(incarnation, {}), stage)
+        member.replaces, member.on_move = replaces, self._on_move
+        self._lives.add(incarnation)
+        task = self._tasks.spawn(member.run(), f"serve {stage}")
+        task.add_done_callback(lambda _: self._changed.set())
+        self._serving[member] = task
+        self._changed.set()
+        return member
+
+    async def _end(self, member: Member) -> None:
+        """It has left, or gives up. Idempotent."""
+        task = self._serving.pop(member, None)
+        if task is None:
+            return
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        self._lives.discard(member.links.incarnation)
+        await member.links.aclose()
+        await member.aclose()
+        self._changed.set()
+
+    # ---- moving ---------------------------------------------------------------------------------
+
+    def _on_move(self, member: Member, stage: int, reason: str) -> str:
+        """The leader wants `member` to serve another stage. Returns why not, or an empty text."""
+        if member.pinned:
+            return "this peer was started for its stage"
+        if self._moving is not None:
+            return "this peer moves already"
+        if stage in self.stages or stage >= member.pipeline.num_stages:
+            return f"there is nothing to move to in stage {stage}"
+        others = [each for each in self.stages if member.server and each != member.server.stage]
+        if not self._fits([*others, stage]):
+            return f"not enough memory for stage {stage}"
+        self._say(f"moving to stage {stage}: {reason}")
+        self._moving = self._tasks.spawn(self._move(member, stage), f"move to {stage}")
+        self._moving.add_done_callback(self._moved)
+        return ""
+
+    def _moved(self, _: asyncio.Task[None]) -> None:
+        self._moving = None
+        self._changed.set()
+
+    async def _move(self, old: Member, stage: int) -> None:
+        beside = self._fits([*self.stages, stage])
+        if not beside:
+            await self._leave(old)
+        new = self._begin(stage, old.links.incarnation if beside else "")
+        if not beside:
+            return
+        arrives = self._tasks.spawn(new.took_part.wait(), "arrives")
+        try:
+            await asyncio.wait(
+                (arrives, self._serving[new]),
+                timeout=MOVE_S,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            arrives.cancel()
+        if new.took_part.is_set():
+            await self._leave(old)
+        elif old in self._serving and not old.finished.is_set():
+            log.info("gave up moving to stage %d", stage)
+            await self._end(new)
+
+    async def _leave(self, member: Member) -> None:
+        """Until the leader lets it go, or it is gone otherwise."""
+        while member in self._serving and not member.finished.is_set():
+            if await member.drain(HAND_OVER_S):
+                break
+            await asyncio.sleep(RETRY_S)
+        await self._end(member)
+
+    # ---- the end --------------------------------------------------------------------------------
+
+    async def drain(self, seconds: float) -> bool:
+        """All leave politely; see `Member.drain`. Whether the leader has let all of them go."""
+        if self._moving is not None:
+            self._moving.cancel()
+        gone = await asyncio.gather(*(each.drain(seconds) for each in self.members))
+        return bool(gone) and all(gone)
+
+    async def aclose(self) -> None:
+        """End every replica here at once. The device is its owner's to close."""
+        await self._tasks.aclose()
+        for member in self.members:
+            await self._end(member)
+
+    def abort(self) -> None:
+        """As the end of the process would."""
+        self._tasks.abort()
+        for member in self.members:
+            member.abort()
+            member.links.abort()

@@ -1,0 +1,133 @@
+"""What a device can do, measured before it serves: its speed, and a stage's time and memory on it.
+
+Estimates for the first minute only. Once microbatches are acknowledged, the leader measures what
+they really took (`swarm.routing`). Kernels run on made-up inputs on the device's own queue, so a
+process that serves another stage meanwhile goes on doing so; parameters and accumulator stay as
+they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarm.compute import Compute, Kind
+from swarm.device import settle
+from swarm.errors import StageFailedError
+from swarm.model.stage import ModelPipeline, torch_dtype
+from swarm.spec import TensorSpec
+from swarm.stage_state import Graph, StageState
+
+MAX_ROUNDS = 3  # forward and backward, after one that warms up
+MATRIX = 256
+PRODUCTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class StageFacts:
+    """What one microbatch of a stage takes on this device; None where it could not be found."""
+
+    service_s: float | None
+    activation_bytes: int
+    parameters: int
+
+    def body(self) -> dict[str, Any]:
+        """As it is told to the leader."""
+        return {
+            "service_s": self.service_s,
+            "activation_bytes": self.activation_bytes,
+            "parameters": self.parameters,
+        }
+
+
+async def device_speed(compute: Compute, device: str) -> float:
+    """Rounds per second of a fixed reference: matrix products, forward and backward."""
+    draw = torch.Generator().manual_seed(0)
+    matrix = torch.randn(MATRIX, MATRIX, generator=draw).to(device)
+
+    def products() -> None:
+        result = matrix
+        for _ in range(PRODUCTS):
+            result = result @ matrix / MATRIX
+        settle(torch.device(device))
+
+    seconds = []
+    for _ in range(1 + MAX_ROUNDS):
+        there = (await compute.run(Kind.FORWARD, products)).seconds
+        back = (await compute.run(Kind.BACKWARD, products)).seconds
+        seconds.append(there + back)
+    return 1.0 / max(min(seconds), 1e-9)
+
+
+async def stage_facts(
+    compute: Compute, state: StageState, pipeline: ModelPipeline, stage: int, limit_s: float
+) -> StageFacts:
+    """A few real microbatches of made-up numbers, for about `limit_s` at most."""
+    loop = asyncio.get_running_loop()
+    began, seconds, held = loop.time(), list[float](), 0
+    batch, inputs = _made_up(pipeline, stage, state.device)
+    divisor = 1.0 if stage == pipeline.num_stages - 1 else None
+
+    def forward() -> tuple[Graph, int]:
+        saved: dict[int, int] = {}
+
+        def note(tensor: Tensor) -> Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            graph = state.forward(0, 0, inputs, batch, divisor)
+        settle(state.device)
+        own = {each.untyped_storage().data_ptr() for each in (state.parameters, *batch.values())}
+        return graph, sum(size for place, size in saved.items() if place not in own)
+
+    def backward(graph: Graph) -> None:
+        gradients = [torch.ones_like(each) for each in graph.outputs if each.is_floating_point()]
+        state.backward(graph, None if divisor else gradients, count=False)
+        settle(state.device)
+
+    try:
+        for _ in range(1 + MAX_ROUNDS):
+            there = await compute.run(Kind.FORWARD, forward)
+            graph, held = there.value
+            back = await compute.run(Kind.BACKWARD, lambda graph=graph: backward(graph))  # type: ignore[misc]
+            seconds.append(there.seconds + back.seconds)
+            if loop.time() - began > limit_s:
+                break
+    except StageFailedError:  # made-up numbers need not suit a model of the user's own
+        seconds.clear()
+    service_s = min(seconds) if seconds else None
+    return StageFacts(service_s, held, state.layout.total)
+
+
+def _made_up(
+    pipeline: ModelPipeline, stage: int, device: torch.device
+) -> tuple[dict[str, Tensor], list[Tensor]]:
+    draw = torch.Generator().manual_seed(0)
+
+    def tensor(spec: TensorSpec) -> Tensor:
+        dtype: Any = torch_dtype(spec.dtype)
+        if dtype.is_floating_point:
+            return torch.randn(spec.shape, generator=draw).to(device, dtype)
+        return torch.zeros(spec.shape, dtype=dtype, device=device)
+
+    batch = {name: tensor(spec) for name, spec in sorted(pipeline.batch_spec.items())}
+    return batch, [tensor(spec) for spec in (pipeline.boundary(stage - 1) if stage else ())]
+
+
+def device_memory(device: str) -> int | None:
+    """Bytes that are free on the device now; None where nobody says."""
+    if device.startswith("cuda"):
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo", encoding="ascii") as lines:
+            for line in lines:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) << 10
+    except (OSError, ValueError, IndexError):
+        return None
+    return None
