@@ -116,7 +116,7 @@ class GroupAllReduce:
             raise ValueError(f"round {round_id!r} has been used")
         me = next((name for name in members if name in self.lives), None)
         if me is None:
-            raise ValueError(f"{sorted(self.lives)} is not among {list(members)}")
+            raise ValueError(f"{sorted(self.lives)} is no member of {list(members)}")
         accumulate = next((n for n, d in DTYPES.items() if d == local.dtype), str(local.dtype))
         plan = make_plan(
             members, local.numel(), accumulate, shares=shares, chunk_elements=self._chunk_elements
