@@ -165,6 +165,10 @@ def test_a_return_that_was_accepted_is_completed_and_one_of_an_older_place_is_no
     assert open_term({"a": accepted, "b": Vote(T1, other, None)}).complete is None
 
 
+def hash_of(base: Record | None) -> str:
+    return base.hash if base else ""
+
+
 class World:
     """Three voters and any number of leaderships, each step of which may be lost."""
 
@@ -180,14 +184,13 @@ class World:
             who = self.accepted.setdefault((key, value.hash), set())
             who.add(trainer)
             if is_majority(who, TRAINERS):
-                known = self.chosen.setdefault(base.hash if base else "", value)
+                known = self.chosen.setdefault(hash_of(base), value)
                 assert known.hash == value.hash, "two records in one place"
                 assert base is None or base.position < value.position, "no order among records"
+                assert value.predecessor.split()[0] == str(hash_of(base)[:8] or None), (
+                    "of another place"
+                )
         return answer.yes
-
-
-def hash_of(base: Record | None) -> str:
-    return base.hash if base else ""
 
 
 @settings(max_examples=600, deadline=None)
@@ -227,7 +230,7 @@ def test_no_schedule_commits_two_records_in_one_place(data: st.DataObject) -> No
                 if not is_majority(yes, TRAINERS):
                     break
             begun = begun or what != "complete"
-            mark = f"{hash_of(base)[:8]} {leadership}"
+            mark = f"{hash_of(base)[:8] or None} {leadership}"
             if what == "complete":
                 assert opening.complete is not None
                 value, number = opening.complete, COMPLETING
