@@ -48,6 +48,7 @@ class Admission:
             "join": Method(self._join, no_tensors),
             "ready": Method(self._ready, no_tensors),
             "leave": Method(self._leave, no_tensors),
+            **self.leader.restoring.methods(),
         }
 
     async def _join(self, channel: Channel, message: Message) -> Message:
@@ -94,7 +95,10 @@ class Admission:
             leader.probe("bad_chunk", replica=donor, by=member.incarnation)
         # One that collects each gradient as it is committed may be one commit behind: it is told.
         member.following = message.body.get("following") is True
-        ready = member.step + member.following >= leader.next_step
+        # So many steps of another epoch say nothing: that state is given up.
+        epoch = leader.record.epoch if leader.record else 0
+        here = count(message.body.get("epoch", 0)) == epoch
+        ready = here and member.step + member.following >= leader.next_step
         if ready and member.standing is Standing.JOINING:
             member.standing = Standing.READY
             leader.wake.set()
@@ -122,12 +126,15 @@ class Admission:
     def _position(self, member: Member) -> dict[str, Any]:
         """What somebody needs to catch up."""
         leader = self.leader
-        donors = leader.members.of_stage(member.stage, Standing.SERVING, Standing.READY)
+        holders = leader.members.of_stage(member.stage, Standing.SERVING, Standing.READY)
+        donors = [each.incarnation for each in holders if each is not member]
+        if leader.restoring.serves(member.stage):
+            donors.append(leader.links.incarnation)
         return {
             "step": leader.next_step,
             "term": list(leader.term),
             "record": leader.record.pack() if leader.record else b"",
-            "donors": [each.incarnation for each in donors if each is not member],
+            "donors": donors,
             "roster": leader.members.roster(),
             "finished": self.finished,
         }

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from peer.calls import count
 from peer.downloads import Download
-from peer.orders import GRADIENT_CHUNK, Orders, Prepared
+from peer.orders import GRADIENT_CHUNK, Orders, Prepared, left_behind
 from peer.snapshots import Description, Snapshot, digest
 from peer.stage_server import StageServer
 from swarm.averaging.policy import Update
@@ -69,9 +69,10 @@ class CatchUp:
         rng: random.Random,
         *,
         say: Callable[[str], None] = lambda line: None,
+        first_weights: Callable[[], Mapping[str, Tensor]] | None = None,
     ) -> None:
         self.server, self.orders, self.links, self.random = server, orders, links, rng
-        self.say = say
+        self.say, self._first_weights = say, first_weights
         orders.before_commit = self._before_commit
         self.tasks = TaskSet()
         self._replaying = asyncio.Lock()
@@ -94,8 +95,11 @@ class CatchUp:
         Raises RefusedError when that cannot be done now; what was fetched stays for the next time.
         """
         server, orders = self.server, self.orders
+        if record is not None:
+            await self._change_epoch(record)
         self.check(record)
-        if not self.following and orders.valid and record and record.step == server.ledger.step:
+        missed = record is not None and not record.restores and record.step == server.ledger.step
+        if record is not None and missed and orders.valid and not self.following:
             await orders.commit(record)  # a commit that was missed: its members have it
         if orders.valid and 0 < server.ledger.step < step:
             if not self.following:
@@ -111,6 +115,29 @@ class CatchUp:
             await self._fetch_state(channels)
             await self._replay(step)
         self.check(record)
+
+    async def _change_epoch(self, newest: Record) -> None:
+        """If the run went back to where this state does not lead: drop it, begin as the run did."""
+        orders, mine = self.orders, self.orders.record
+        if mine is not None and left_behind(mine, newest) and mine.position < newest.position:
+            self.say(f"the run went back to step {newest.base}")
+            orders.invalidate()
+            self._drop()
+        if newest.restores and newest.step < 0 and orders.record is None:
+            await self._begin_again(newest)
+
+    async def _begin_again(self, opening: Record) -> None:
+        """With the weights that every run has at step 0."""
+        server, orders = self.server, self.orders
+        pristine = orders.valid and server.state.updates == 0
+        async with orders.commit_lock:
+            if not pristine and self._first_weights is not None:
+                weights = self._first_weights
+                orders.valid = False
+                await server.compute.run(Kind.UPDATE, lambda: server.state.load(weights(), 0))
+            orders.record, orders.committed, orders.prepared = opening, None, None
+            server.advance(0)
+            orders.valid = True
 
     @property
     def following(self) -> bool:
@@ -154,8 +181,10 @@ class CatchUp:
         mine = self.orders.record
         if newest is None or mine is None or not self.orders.valid:
             return
-        apart = newest.step == mine.step and newest.hash != mine.hash
-        if apart or (newest.step == mine.step + 1 and newest.predecessor != mine.hash):
+        other = newest.position == mine.position and newest.hash != mine.hash
+        apart = newest.position == (mine.epoch, mine.step + 1) and newest.predecessor != mine.hash
+        gone = newest.position > mine.position and left_behind(mine, newest)
+        if other or apart or gone:
             self.orders.invalidate()
             self._drop()
             raise RefusedError("what the donors told is not what the leader committed")

@@ -24,6 +24,7 @@ from peer.averaging import Averaging, Prepared
 from peer.members import Members, Standing, Traffic
 from peer.microbatches import ADOPT_S, Microbatches
 from peer.quorum import Quorum
+from peer.restoring import Origin, Restoring, Saved
 from peer.stage_server import Probe, no_probe
 from peer.watch import Watch
 from swarm.consensus import Vote
@@ -112,6 +113,7 @@ class Leader:
         slots: int | None = None,
         same_numerics: bool = False,
         probe: Probe = no_probe,
+        saved: Saved | None = None,
     ) -> None:
         self.plan, self.pipeline, self.batches, self.quorum = plan, pipeline, batches, quorum
         self.slots = slots if slots is not None else pipeline.num_stages + 2
@@ -120,6 +122,9 @@ class Leader:
         self.router = Router(seed)
         self.tasks = TaskSet()
         self.admission = Admission(self)
+        self.restoring = Restoring(self, saved)
+        self.saved_step = 0  # of the newest complete checkpoint
+        self.has_committed = False  # a step, in this term
         self.term = NO_TERM
         self.record: Record | None = None  # the newest commit
         self.step: Step | None = None
@@ -141,15 +146,44 @@ class Leader:
         """The step that is or will be trained: the one after the newest record."""
         return self.record.step + 1 if self.record else 0
 
-    async def begin(self) -> None:
+    async def begin(self, going_back_to: Origin | None = None) -> None:
         """Win a term of our own, and with it the newest record.
 
-        Raises SupersededError when another trainer holds a higher term.
+        With `going_back_to` the term opens a new epoch with that state. Raises SupersededError when
+        another trainer holds a higher term; then the epoch may be opened or not.
         """
-        self.record = await self.quorum.elect()
+        self.record = await self.quorum.elect(new_epoch=going_back_to is not None)
         self.term = self.quorum.term
         self.adopting = self.term.counter > 1
+        if going_back_to is not None:
+            record = self._opening(going_back_to)
+            await self.quorum.commit(record)
+            self.record, self.adopting = record, False
+            self.probe(
+                "epoch", epoch=record.epoch, step=going_back_to.step, checkpoint=record.checkpoint
+            )
+        self.saved_step = self.record.saved if self.record else 0
         self.microbatches.adopt_until = asyncio.get_running_loop().time() + ADOPT_S
+        self.tasks.spawn(self.restoring.watch(), "is a state lost")
+
+    def _opening(self, origin: Origin) -> Record:
+        """The record with which the run goes back."""
+        return Record(
+            ballot=Ballot(self.term, origin.step - 1, 1),
+            predecessor=self.record.hash if self.record else "",
+            members={},
+            gradients={},
+            norm=0.0,
+            scale=1.0,
+            lr=0.0,
+            outcome="restored",
+            loss=0.0,
+            tokens=0,
+            fingerprints=origin.fingerprints,
+            base=origin.step,
+            saved=origin.step,
+            checkpoint=origin.checkpoint,
+        )
 
     # ---- one step -------------------------------------------------------------------------------
 
@@ -176,7 +210,7 @@ class Leader:
             watching.cancel()
         record = self._make_record(step, prepared)
         await self.quorum.commit(record)
-        self.record = record
+        self.record, self.has_committed = record, True
         self.adopting = False
         self.step = None
         self.probe("record", step=record.step)
@@ -309,6 +343,8 @@ class Leader:
             loss=prepared.loss,
             tokens=sum(self.microbatches.weights),
             fingerprints=prepared.fingerprints,
+            base=self.record.base if self.record else 0,
+            saved=self.saved_step,
         )
 
     def _announce_commit(self, step: Step, record: Record) -> None:

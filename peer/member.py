@@ -200,9 +200,17 @@ class Member:
         self.server.links = self.links
         self.orders = Orders(self.server, self.policy, self.trainers)
         self.donor = Donor(self.server, self.orders)
-        self.catching_up = CatchUp(self.server, self.orders, self.links, self.random, say=self.say)
+        self.catching_up = CatchUp(
+            self.server,
+            self.orders,
+            self.links,
+            self.random,
+            say=self.say,
+            first_weights=lambda: build().tensors(),
+        )
         self.orders.on_commit = self._committed
         self.orders.on_move = lambda stage, reason: self.on_move(self, stage, reason)
+        self.orders.on_invalid = self.donor.forget
         self.links.methods.update(
             {**self.server.methods(), **self.orders.methods(), **self.donor.methods()}
         )
@@ -244,6 +252,7 @@ class Member:
         noted, self.catching_up.to_tell = self.catching_up.to_tell, []
         body: dict[str, Any] = {
             "step": self.step,
+            "epoch": self.epoch,
             "following": self.catching_up.following,
             "noted": noted[:8],
         }
@@ -303,6 +312,12 @@ class Member:
             computing=server is not None and server.compute.working,
             sending=self.links.sending,
         )
+
+    @property
+    def epoch(self) -> int:
+        """Of the record that led to this state."""
+        record = self.orders.record if self.orders else None
+        return record.epoch if record else 0
 
     # ---- what the leader tells ------------------------------------------------------------------
 

@@ -46,6 +46,11 @@ class Prepared:
     mark: str = ""  # fingerprint of the state it was computed with
 
 
+def left_behind(mine: Record, newest: Record) -> bool:
+    """Whether a state of `mine` is not on the way to `newest`: the run went back, and on anew."""
+    return newest.restores or (newest.epoch > mine.epoch and newest.predecessor != mine.hash)
+
+
 class Orders:
     """Carries out a leader's orders on one `StageServer`."""
 
@@ -63,6 +68,7 @@ class Orders:
         self._mark: tuple[int, str] | None = None  # the step and fingerprint of the state
         self.on_commit: Callable[[Record, Prepared], None] = lambda record, prepared: None
         self.on_move: Callable[[int, str], str] = lambda stage, reason: "this peer does not move"
+        self.on_invalid: Callable[[], None] = lambda: None
         self.before_commit: Callable[[Record], Awaitable[None]] | None = None  # catch up to it
 
     def methods(self) -> dict[str, Method]:
@@ -282,11 +288,15 @@ class Orders:
 
     async def _commit_next(self, record: Record) -> None:
         async with self.commit_lock:
-            step = self.server.ledger.step
-            if record.step < step:
+            step, mine = self.server.ledger.step, self.record
+            if mine is not None and record.position <= mine.position:
                 return
-            if record.step > step or not self.valid:
+            if mine is not None and left_behind(mine, record):
+                self.start_anew()
+            if record.restores or record.step > step or not self.valid:
                 self._note_behind(record)
+                return
+            if record.step < step:
                 return
             self.server.probe("commit", step=step)
             if not await self._continues(record):
@@ -363,6 +373,7 @@ class Orders:
         self.record = self.prepared = self.committed = self._mark = None
         self._stop_round()
         self.server.advance(0)
+        self.on_invalid()
 
     def start_anew(self) -> None:
         """The state here is not the stage's: have it fetched."""
@@ -370,7 +381,7 @@ class Orders:
         self.fell_behind.set()
 
     def _note_behind(self, record: Record) -> None:
-        if self.behind is None or record.step >= self.behind.step:
+        if self.behind is None or record.position >= self.behind.position:
             self.behind = record
         self.fell_behind.set()
 

@@ -16,6 +16,7 @@ from typing import Generic, TypeVar
 
 from peer.leader import Leader
 from peer.quorum import Quorum, SupersededError
+from peer.restoring import GoBack, Origin
 from swarm.errors import RefusedError, SwarmError
 from swarm.net.channel import Channel, Message, Method, no_tensors
 from swarm.net.links import Links
@@ -27,13 +28,16 @@ log = logging.getLogger(__name__)
 LEASE_S = 5.0
 TELL_EVERY_S = 1.0
 RANK_S = 2.0
+ORDER_AGAIN_S = (0.5, 1.5)
+FOR_LEADER = ("join", "ready", "leave", "snapshot", "chunk", "gradient")
 
 
 class Trainer(Generic[T]):
     """One of the run's trainers.
 
     `make_leader()` builds a leader for one term, `lead(leader)` drives it to the end of the run
-    and returns what `run` returns. `on_role(text)` is told what this trainer does now.
+    and returns what `run` returns. `on_role(text)` is told what this trainer does now. With
+    `going_back_to` it opens an epoch with that state, whoever leads: an operator's order.
     """
 
     def __init__(
@@ -44,6 +48,7 @@ class Trainer(Generic[T]):
         lead: Callable[[Leader], Awaitable[T]],
         *,
         on_role: Callable[[str], None] = lambda text: None,
+        going_back_to: Origin | None = None,
         lease_s: float = LEASE_S,
         seed: int | str | None = None,
     ) -> None:
@@ -51,6 +56,8 @@ class Trainer(Generic[T]):
         self.leader: Leader | None = None
         self.finished_elsewhere = asyncio.Event()
         self._make_leader, self._lead, self._on_role = make_leader, lead, on_role
+        self._ordered = going_back_to
+        self._needed: Origin | None = None  # what the last term ended for, if it went back
         self._lease_s, self._random = lease_s, random.Random(seed)
         self._heard = asyncio.Event()
         self._leading: asyncio.Task[T] | None = None
@@ -61,7 +68,7 @@ class Trainer(Generic[T]):
             {
                 **quorum.methods(),
                 "leads": Method(self._on_leads, no_tensors),
-                **{name: self._for_leader(name) for name in ("join", "ready", "leave")},
+                **{name: self._for_leader(name) for name in FOR_LEADER},
             }
         )
 
@@ -69,16 +76,21 @@ class Trainer(Generic[T]):
         """Until the run is finished: by this trainer (what `lead` returned) or another (None)."""
         patience = self._patience(first=True)
         while not self.finished_elsewhere.is_set():
-            if not self.quorum.alone and await self._somebody_leads(patience):
+            origin, self._needed = self._needed or self._ordered, None
+            at_once = self.quorum.alone or origin is not None
+            if not at_once and await self._somebody_leads(patience):
                 continue
             patience = self._patience()
             leader = self._make_leader()
             try:
-                await leader.begin()
+                await leader.begin(origin)
             except SupersededError as error:
                 log.info("did not win a term: %s", error)
                 await leader.aclose()
+                if origin is not None:
+                    await asyncio.sleep(self._random.uniform(*ORDER_AGAIN_S))
                 continue
+            self._ordered = None
             result, done = await self._lead_one_term(leader)
             if done:
                 return result
@@ -98,6 +110,10 @@ class Trainer(Generic[T]):
             return None, False
         except SupersededError as error:
             self._on_role(f"another trainer leads now ({error})")
+            return None, False
+        except GoBack as error:
+            self._needed = error.origin
+            self._on_role(f"going back to step {error.origin.step}: {error.message}")
             return None, False
         finally:
             telling.cancel()

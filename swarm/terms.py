@@ -81,7 +81,7 @@ class Record:
     had after its step (-1: the first weights). `fingerprints` are of that state then,
     `checkpoint` is the sha256 of the manifest it comes from (empty at -1), and `voters` names who
     votes from then on, each with the id of the disk it votes with. `base` is the step that its
-    epoch began with, in every record.
+    epoch began with and `saved` that of the newest complete checkpoint, in every record.
     """
 
     ballot: Ballot
@@ -96,6 +96,7 @@ class Record:
     tokens: int
     fingerprints: Mapping[int, str] = field(default_factory=dict)
     base: int = 0
+    saved: int = 0
     checkpoint: str = ""
     voters: Mapping[str, str] = field(default_factory=dict)
 
@@ -135,6 +136,7 @@ class Record:
                     [stage, mark] for stage, mark in sorted(self.fingerprints.items())
                 ],
                 "base": self.base,
+                "saved": self.saved,
                 "checkpoint": self.checkpoint,
                 "voters": [list(each) for each in sorted(self.voters.items())],
             }
@@ -172,6 +174,7 @@ class Record:
                 tokens=int(value["tokens"]),
                 fingerprints={int(stage): str(mark) for stage, mark in value["fingerprints"]},
                 base=int(value["base"]),
+                saved=int(value["saved"]),
                 checkpoint=str(value["checkpoint"]),
                 voters={str(voter): str(disk) for voter, disk in value["voters"]},
             )

@@ -19,6 +19,7 @@ import torch
 from peer.disk import MemoryDisk
 from peer.leader import Leader
 from peer.quorum import Quorum
+from peer.restoring import Saved
 from peer.trainer import Trainer
 from swarm.net.links import Links
 from tests.protocol.simulated import RUN_ID, Swarm, TinyBatches, baseline, plan
@@ -36,11 +37,11 @@ class TrainerSwarm(Swarm):
 
     def prepare(self, num_steps: int, leases: dict[str, float], timeline: list[tuple]) -> None:
         self.num_steps, self.leases, self.timeline = num_steps, leases, timeline
-        self.trainer_names = list(TRAINERS)
-        self.disks = {name: MemoryDisk() for name in TRAINERS}
+        self.trainer_names = list(self.trainer_ids)
+        self.disks = {name: MemoryDisk() for name in self.trainer_ids}
         self.trainers: dict[str, Trainer[None]] = {}
         self.trainer_tasks: dict[str, asyncio.Task[None]] = {}
-        self.records: dict[int, str] = {}
+        self.records: dict[tuple[int, int], str] = {}
         self.terms: set[int] = set()
         self.done = asyncio.Event()
         self.struck: list[str] = []
@@ -56,7 +57,7 @@ class TrainerSwarm(Swarm):
             on_close=lambda channel: trainer.on_channel_closed(channel),
             silence_s=self.silence_s,
         )
-        quorum = Quorum(TRAINERS, name, self.disks[name])
+        quorum = Quorum(self.trainer_ids, name, self.disks[name])
         quorum.random.seed(f"{self.seed}/{name}/{self.lives[name]}")
 
         def make_leader() -> Leader:
@@ -68,6 +69,7 @@ class TrainerSwarm(Swarm):
                 seed=self.seed,
                 slots=self.slots,
                 probe=lambda point, **facts: self.on_probe(name, point, facts),
+                saved=self.saved_of(name),
             )
             leader.links = links
             return leader
@@ -84,6 +86,10 @@ class TrainerSwarm(Swarm):
         self.trainers[name] = trainer
         self.trainer_tasks[name] = asyncio.get_running_loop().create_task(trainer.run(), name=name)
 
+    def saved_of(self, name: str) -> Saved | None:
+        """The checkpoints a trainer has: none here, so nobody goes back."""
+        return None
+
     async def lead(self, leader: Leader) -> None:
         self.leader = leader
         self.terms.add(leader.term.counter)
@@ -99,7 +105,7 @@ class TrainerSwarm(Swarm):
     def note_record(self, leader: Leader) -> None:
         record = leader.record
         if record is not None:
-            known = self.records.setdefault(record.step, record.hash)
+            known = self.records.setdefault(record.position, record.hash)
             assert known == record.hash, f"two records of step {record.step}"
 
     def kill_trainer(self, name: str) -> None:
@@ -132,7 +138,7 @@ class TrainerSwarm(Swarm):
                 self.network.freeze(who)
                 loop.call_later(more, self.network.thaw, who)
             elif action == "cut":
-                everybody = [*TRAINERS, *self.members]
+                everybody = [*self.trainer_ids, *self.members]
                 for left in who:
                     for right in everybody:
                         if right not in who:
@@ -140,9 +146,9 @@ class TrainerSwarm(Swarm):
                             loop.call_later(more, self.network.heal, left, right)
         await asyncio.sleep(max(0.0, HEAL_S - loop.time()))
         self.network.heal()
-        for name in [*TRAINERS, *self.members]:
+        for name in [*self.trainer_ids, *self.members]:
             self.network.thaw(name)
-        for name in TRAINERS:
+        for name in self.trainer_ids:
             self.revive(name)
 
     def revive(self, name: str) -> None:
@@ -150,7 +156,7 @@ class TrainerSwarm(Swarm):
             self.start_trainer(name)
 
     async def main(self, num_steps: int) -> dict[str, str]:
-        for name in TRAINERS:
+        for name in self.trainer_ids:
             self.start_trainer(name)
         for stage, count in enumerate(self.replicas):
             for number in range(count):

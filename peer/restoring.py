@@ -1,0 +1,219 @@
+"""Going back to a checkpoint: when a leader must, and how replicas get the state.
+
+A stage whose newest state nobody holds cannot go on (DESIGN, "One step"). The leader waits for a
+peer in that stage, and for holders that may only have lost their connection; when none of them
+comes it gives its term up with `GoBack`, and its trainer opens a new epoch with the newest
+checkpoint. The record that opens it names the fingerprint of every stage's state.
+
+From that record on until the next one the leader is a donor: it hands out the checkpoint's states,
+cut as this run is cut, by the same messages as a replica does. First weights need no donor: every
+replica makes them itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from peer.calls import count
+from peer.members import Standing
+from peer.snapshots import CHUNK, Description, Snapshot, chunks, digest
+from swarm.errors import DataError, RefusedError, SwarmError
+from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
+from swarm.terms import Record
+from swarm.wire.codecs import encode
+
+if TYPE_CHECKING:
+    from peer.leader import Leader
+
+log = logging.getLogger(__name__)
+LOOK_S = 1.0
+GRACE_S = 15.0  # for a holder that has only lost its connection
+START_GRACE_S = 45.0  # after a leader's start: replicas look for it at growing intervals
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """A state that an epoch may begin with: `step` is the next one to train.
+
+    `checkpoint` is the sha256 of its manifest, empty for the first weights. `fingerprints` are per
+    stage of this run. `notes` are lines for people: what newer ones were passed over, and why.
+    """
+
+    step: int
+    checkpoint: str = ""
+    fingerprints: Mapping[int, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+class Saved(Protocol):
+    """The checkpoints a trainer has at hand."""
+
+    async def newest(self, record: Record | None) -> Origin:
+        """The newest state that a run whose newest record is `record` can go back to, checked.
+
+        Raises DataError when it is known that another trainer has a newer one.
+        """
+
+    async def state(self, record: Record, stage: int) -> Snapshot:
+        """A stage's state at the checkpoint that `record` opened its epoch with.
+
+        Raises DataError when it is not here, or not what it was.
+        """
+
+
+class GoBack(SwarmError):
+    """The newest state of a stage is lost: this term ends, the next begins with `origin`."""
+
+    def __init__(self, stage: int, origin: Origin) -> None:
+        super().__init__(f"nobody holds the state of stage {stage}")
+        self.stage, self.origin = stage, origin
+
+
+class Restoring:
+    """The restoring half of a `Leader`. Without `saved` it waits for holders for ever."""
+
+    def __init__(self, leader: Leader, saved: Saved | None) -> None:
+        self.leader, self.saved = leader, saved
+        self.waiting_for: int | None = None  # the stage whose state nobody holds
+        self.trouble = ""  # why there is no going back, for people
+        self._lost_since: dict[int, float] = {}
+        self._states: dict[int, asyncio.Task[tuple[Snapshot, bytes]]] = {}
+        self._failed: set[int] = set()  # stages whose state is not here after all
+
+    def methods(self) -> dict[str, Method]:
+        """What joiners may call at a leader, as at any donor."""
+        return {
+            "snapshot": Method(self._snapshot, no_tensors),
+            "chunk": Method(self._chunk, no_tensors),
+            "gradient": Method(self._gradient, no_tensors),
+        }
+
+    # ---- when to go back ------------------------------------------------------------------------
+
+    async def watch(self) -> None:
+        """Look, as long as this leader leads, whether some stage's state is lost."""
+        leader, loop = self.leader, asyncio.get_running_loop()
+        patient_until = loop.time() + START_GRACE_S
+        while self.saved is not None:
+            await asyncio.sleep(LOOK_S)
+            if not self._restored():
+                self._forget()
+            stage = self._look(loop.time())
+            early = loop.time() < patient_until and not leader.has_committed
+            if stage is None or early:
+                continue
+            try:
+                origin = await self.saved.newest(leader.record)
+            except DataError as error:
+                self.trouble = error.message
+                continue
+            leader.fail(GoBack(stage, origin))
+            return
+
+    def _look(self, now: float) -> int | None:
+        """The first stage that has lacked its state for long and has a peer to give it to."""
+        leader = self.leader
+        lost = [k for k in range(leader.pipeline.num_stages) if self._is_lost(k)]
+        self._lost_since = {stage: self._lost_since.get(stage, now) for stage in lost}
+        first = lost[0] if lost else None
+        if first is not None and first != self.waiting_for:
+            leader.probe("paused", stage=first, step=leader.next_step)
+        if first is None:
+            self.trouble = ""
+        self.waiting_for = first
+        for stage, since in self._lost_since.items():
+            if now - since >= GRACE_S and leader.members.of_stage(stage):
+                return stage
+        return None
+
+    def _is_lost(self, stage: int) -> bool:
+        leader = self.leader
+        holders = (Standing.SERVING, Standing.READY, Standing.EXPELLED)
+        if leader.next_step == 0 or leader.members.of_stage(stage, *holders):
+            return False
+        return not self.serves(stage)
+
+    # ---- handing it out -------------------------------------------------------------------------
+
+    def _restored(self) -> bool:
+        record = self.leader.record
+        return record is not None and record.restores and record.step >= 0
+
+    def serves(self, stage: int) -> bool:
+        """Whether joiners of `stage` may fetch the run's state here."""
+        return self.saved is not None and self._restored() and stage not in self._failed
+
+    def _forget(self) -> None:
+        for task in self._states.values():
+            task.cancel()
+        self._states.clear()
+
+    def _stage_of(self, channel: Channel) -> tuple[int, Record]:
+        member, record = self.leader.members.get(channel.incarnation), self.leader.record
+        if member is None:
+            raise RefusedError("join first")
+        if record is None or not self.serves(member.stage):
+            raise RefusedError("the run has gone on, its replicas have the state")
+        return member.stage, record
+
+    async def _state(self, stage: int, record: Record) -> tuple[Snapshot, bytes]:
+        if stage not in self._states:
+            self._states[stage] = self.leader.tasks.spawn(self._read(stage, record), "restore")
+        try:
+            return await asyncio.shield(self._states[stage])
+        except DataError as error:
+            self._failed.add(stage)
+            self._states.pop(stage, None)
+            self.leader.probe("damaged", reason=error.message)
+            raise RefusedError("the state is not here after all") from None
+
+    async def _read(self, stage: int, record: Record) -> tuple[Snapshot, bytes]:
+        assert self.saved is not None
+        snapshot = await self.saved.state(record, stage)
+        if snapshot.fingerprint != record.fingerprints.get(stage):
+            raise DataError(f"the checkpoint's state of stage {stage} is not what it was")
+        sizes = {name: tensor.numel() for name, tensor in snapshot.tensors.items()}
+        digests = []
+        for name, start, length in chunks(sizes, CHUNK):
+            digests.append(digest(snapshot.tensors[name][start : start + length]))
+            await asyncio.sleep(0)
+        return snapshot, b"".join(digests)
+
+    async def _snapshot(self, channel: Channel, message: Message) -> Message:
+        if message.body.get("release") is True:
+            return Message({})
+        stage, record = self._stage_of(channel)
+        step = record.step + 1
+        if message.body.get("offer") is True:
+            return Message({"step": step, "copies": [step]})
+        if message.body.get("step") not in (None, step):
+            raise RefusedError(f"only the state of step {step} is here")
+        snapshot, digests = await self._state(stage, record)
+        described = Description(
+            step,
+            snapshot.updates,
+            snapshot.fingerprint,
+            record.pack(),
+            tuple((name, tensor.numel()) for name, tensor in snapshot.tensors.items()),
+            CHUNK,
+            digests,
+        )
+        return Message(described.body())
+
+    async def _chunk(self, channel: Channel, message: Message) -> Message:
+        stage, record = self._stage_of(channel)
+        snapshot, _ = await self._state(stage, record)
+        tensor = snapshot.tensors.get(str(message.body.get("name")))
+        if tensor is None or count(message.body.get("step")) != record.step + 1:
+            raise RefusedError("no such tensor")
+        start = count(message.body.get("start"))
+        return Message({}, [encode(tensor[start : start + CHUNK], "raw")])
+
+    async def _gradient(self, channel: Channel, message: Message) -> Message:
+        """None of those are here; whoever follows learns how far the run is."""
+        at = self.leader.next_step
+        raise CallFailedError("refused", "a leader keeps no gradients", at=at)

@@ -1,0 +1,298 @@
+"""Going back to a checkpoint: a stage's state is lost at any point, and the run ends with the same
+parameters; who of several trainers leads, or dies meanwhile, changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from peer.inquiries import snapshot_mark
+from peer.leader import Leader
+from peer.restoring import Origin, Saved
+from peer.snapshots import Snapshot
+from swarm.errors import DataError
+from swarm.terms import Record
+from tests.protocol.simulated import baseline, plan
+from tests.protocol.trainers import LIMIT_S, TRAINERS, TrainerSwarm
+
+STEPS = 6
+ALONE = ("t0",)
+
+
+class MemorySaved:
+    """Checkpoints that outlive every process. `broken`: steps that cannot be read."""
+
+    def __init__(self) -> None:
+        self.states: dict[int, list[Snapshot]] = {}
+        self.broken: set[int] = set()
+
+    def keep(self, step: int, states: list[Snapshot]) -> None:
+        self.states[step] = states
+
+    async def newest(self, record: Record | None) -> Origin:
+        limit = record.step + 1 if record else 0
+        for step in sorted(self.states, reverse=True):
+            if step <= limit and step not in self.broken:
+                marks = {k: each.fingerprint for k, each in enumerate(self.states[step])}
+                return Origin(step, f"manifest {step}", marks)
+        return Origin(0)
+
+    async def state(self, record: Record, stage: int) -> Snapshot:
+        if record.step + 1 in self.broken:
+            raise DataError("damaged")
+        return self.states[record.step + 1][stage]
+
+
+class EpochSwarm(TrainerSwarm):
+    """A `TrainerSwarm` with checkpoints every `every` steps (0: none) whose stages may die whole.
+
+    `at` is where stage `lost` dies: the `count`-th time one of it passes that point of `step`. It
+    is back, empty, after `back_s`.
+    """
+
+    every = 2
+    lost, point, step, count, back_s = 0, "", 0, 1, 5.0
+    everybody_dies = False
+    leader_dies_at = ""  # a point of the leader's, after the loss
+
+    def prepare_epochs(self, timeline: list[tuple] | None = None) -> None:
+        leases = dict.fromkeys(self.trainer_ids, 1.0)
+        self.prepare(STEPS, leases, timeline or [])
+        self.saved = MemorySaved()
+        self.epochs: list[tuple[int, int]] = []
+        self.paused: list[int] = []
+        self.deaths = self.leader_deaths = 0
+
+    def saved_of(self, name: str) -> Saved | None:
+        return self.saved
+
+    def note_record(self, leader: Leader) -> None:
+        super().note_record(leader)
+        step = leader.next_step
+        if self.every and step and step % self.every == 0 and step not in self.saved.states:
+            states = self.copies(step)
+            if states is not None:
+                self.saved.keep(step, states)
+                leader.saved_step = step
+
+    def copies(self, step: int) -> list[Snapshot] | None:
+        """Every stage's state after the last commit, from whoever has applied it."""
+        found: dict[int, Snapshot] = {}
+        for member in self.members.values():
+            server, orders = member.server, member.orders
+            if server is None or orders is None or server.ledger.step != step:
+                continue
+            tensors = {name: each.clone() for name, each in server.state.tensors().items()}
+            snapshot = Snapshot(step, server.state.updates, "", orders.record, tensors)
+            snapshot.fingerprint = snapshot_mark(snapshot)
+            found[server.stage] = snapshot
+        if len(found) < self.pipeline.num_stages:
+            return None
+        return [found[stage] for stage in range(self.pipeline.num_stages)]
+
+    async def lead(self, leader: Leader) -> None:
+        # Commits are applied while the next step begins: a checkpoint waits for them.
+        self.leader = leader
+        self.terms.add(leader.term.counter)
+        self.note_record(leader)
+        while leader.next_step < self.num_steps:
+            self.results.append(await leader.train_step())
+            await asyncio.sleep(0.5)
+            self.note_record(leader)
+        await super().lead(leader)
+
+    def on_probe(self, who: str, point: str, facts: dict[str, Any]) -> None:
+        super().on_probe(who, point, facts)
+        if point == "epoch":
+            self.epochs.append((facts["epoch"], facts["step"]))
+        if point == "paused":
+            self.paused.append(facts["stage"])
+        if self.deaths and who in self.trainers and point == self.leader_dies_at:
+            self.leader_dies_at, self.leader_deaths = "", self.leader_deaths + 1
+            asyncio.get_running_loop().call_soon(self.kill_trainer, who)
+            asyncio.get_running_loop().call_later(3.0, self.revive, who)
+        of_stage = who.startswith(f"r{self.lost}.") or self.everybody_dies
+        if of_stage and point == self.point and facts.get("step") == self.step:
+            self.count -= 1
+            if self.count == 0:
+                self.deaths += 1
+                asyncio.get_running_loop().call_soon(self.lose)
+
+    def lose(self) -> None:
+        loop = asyncio.get_running_loop()
+        for name in list(self.members):
+            stage = int(name[1 : name.index(".")])
+            if self.everybody_dies or stage == self.lost:
+                self.kill(name)
+                loop.call_later(self.back_s, self.restart, name, stage)
+
+
+def swarm_of(trainers: tuple[str, ...] = ALONE, **more: Any) -> EpochSwarm:
+    swarm = EpochSwarm(
+        num_stages=3, replicas=(2, 1, 2), plan=plan(4, STEPS), trainer_ids=trainers, **more
+    )
+    swarm.prepare_epochs()
+    return swarm
+
+
+def run_exactly(swarm: EpochSwarm) -> None:
+    expected, _ = baseline(STEPS, swarm.plan.num_microbatches)
+    assert swarm.run(STEPS, limit_s=LIMIT_S)["sha256"] == expected
+    assert swarm.deaths, "nothing was lost"
+
+
+POINTS = ["forward", "backward", "counted", "average", "prepared", "commit", "committed"]
+
+
+@pytest.mark.parametrize("trainers", [ALONE, TRAINERS], ids=["one", "three"])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("point", POINTS)
+def test_all_replicas_of_a_stage_die(point: str, stage: int, trainers: tuple[str, ...]) -> None:
+    swarm = swarm_of(trainers)
+    swarm.lost, swarm.point, swarm.step = stage, point, 3
+    run_exactly(swarm)
+    assert swarm.epochs == [(1, 2)]
+    assert stage in swarm.paused
+
+
+def test_everybody_dies() -> None:
+    swarm = swarm_of()
+    swarm.point, swarm.step, swarm.everybody_dies = "backward", 5, True
+    run_exactly(swarm)
+    assert swarm.epochs == [(1, 4)]
+
+
+def test_without_a_checkpoint_the_run_begins_again() -> None:
+    swarm = swarm_of()
+    swarm.every, swarm.point, swarm.step = 0, "forward", 3
+    run_exactly(swarm)
+    assert swarm.epochs == [(1, 0)]
+
+
+def test_before_the_first_commit_nothing_is_lost() -> None:
+    swarm = swarm_of()
+    swarm.point, swarm.step = "counted", 0
+    run_exactly(swarm)
+    assert swarm.epochs == []
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before() -> None:
+    swarm = swarm_of()
+    swarm.point, swarm.step = "forward", 5
+    swarm.saved.broken.add(4)
+    run_exactly(swarm)
+    assert swarm.epochs == [(1, 2)]
+
+
+@pytest.mark.parametrize("trainers", [ALONE, TRAINERS], ids=["one", "three"])
+@pytest.mark.parametrize("point", ["paused", "epoch", "joined", "admitted"])
+def test_the_leader_dies_while_it_opens_an_epoch(point: str, trainers: tuple[str, ...]) -> None:
+    swarm = swarm_of(trainers)
+    swarm.point, swarm.step, swarm.leader_dies_at = "forward", 3, point
+    run_exactly(swarm)
+    assert swarm.leader_deaths == 1
+    assert swarm.epochs[0] == (1, 2)
+
+
+def test_a_replica_of_the_old_epoch_comes_back_late_and_drops_its_state() -> None:
+    """It holds the state that was lost, but the run has gone back without it."""
+    swarm = swarm_of()
+    swarm.point, swarm.step, swarm.lost, swarm.back_s = "forward", 3, 2, 2.0
+    late: list[str] = []
+
+    def freeze_one() -> None:
+        # One of stage 2 is cut off instead of killed: nobody reaches it until later.
+        name = "r2.1"
+        swarm.network.freeze(name)
+        late.append(name)
+        asyncio.get_running_loop().call_later(60.0, swarm.network.thaw, name)
+        swarm.kill("r2.0")
+        asyncio.get_running_loop().call_later(2.0, swarm.restart, "r2.0", 2)
+
+    swarm.lose = freeze_one  # type: ignore[method-assign]
+    run_exactly(swarm)
+    assert late
+    assert swarm.epochs == [(1, 2)]
+
+
+def test_a_holder_that_was_only_cut_off_saves_the_steps() -> None:
+    """It is back before the leader's patience ends: the run goes on, and nothing is lost."""
+    swarm = swarm_of()
+    swarm.point, swarm.step, swarm.lost = "forward", 3, 1
+
+    def freeze() -> None:
+        swarm.network.freeze("r1.0")
+        asyncio.get_running_loop().call_later(8.0, swarm.network.thaw, "r1.0")
+        swarm.start_replica("r1.9", 1)
+
+    swarm.lose = freeze  # type: ignore[method-assign]
+    run_exactly(swarm)
+    assert swarm.epochs == []
+
+
+def test_nobody_comes_and_the_run_waits() -> None:
+    swarm = swarm_of()
+    swarm.point, swarm.step, swarm.lost, swarm.back_s = "forward", 3, 1, 300.0
+    run_exactly(swarm)
+    opened = [now for now, _, point, _ in swarm.events if point == "epoch"]
+    assert swarm.paused == [1]
+    assert opened[0] > 290.0
+
+
+@pytest.mark.parametrize("first", range(0, 60, 20))
+def test_stages_are_lost_and_leaders_die_at_random(first: int) -> None:
+    epochs = deaths = 0
+    for seed in range(first, first + 20):
+        swarm = random_swarm(seed)
+        try:
+            run_exactly(swarm)
+        except BaseException as error:
+            error.add_note(f"seed {seed}: {vars(swarm)['timeline']}")
+            raise
+        epochs, deaths = epochs + len(swarm.epochs), deaths + swarm.leader_deaths
+    assert epochs > 10
+    assert deaths > 3
+
+
+def random_swarm(seed: int) -> EpochSwarm:
+    r = random.Random(f"epochs/{seed}")
+    replicas = [r.choice((1, 1, 2)) for _ in range(r.choice((1, 2, 3)))]
+    swarm = EpochSwarm(
+        num_stages=len(replicas),
+        replicas=replicas,
+        seed=seed,
+        plan=plan(r.choice((2, 4)), STEPS),
+        slots=r.choice((None, 1, 2)),
+        latency_s=r.choice((0.0005, 0.002, 0.02)),
+        seconds=r.choice(((0.05, 0.1), (0.2, 0.4))),
+        trainer_ids=r.choice((ALONE, TRAINERS, TRAINERS)),
+    )
+    timeline: list[tuple[float, str, Any, float]] = []
+    for _ in range(r.randint(0, 3)):
+        action = r.choice(("kill_leader", "freeze", "cut"))
+        who: Any = r.choice(swarm.trainer_ids)
+        if action == "cut":
+            everybody = [*swarm.trainer_ids, *(f"r{k}.0" for k in range(len(replicas)))]
+            who = r.sample(everybody, r.randint(1, len(everybody) - 1))
+        timeline.append((r.uniform(0.5, 30.0), action, who, r.choice((0.5, 3.0, 20.0))))
+    swarm.prepare_epochs(sorted(timeline, key=lambda each: each[0]))
+    swarm.every = r.choice((0, 1, 2, 3))
+    swarm.lost, swarm.step = r.randrange(len(replicas)), r.randint(0, STEPS - 1)
+    swarm.point, swarm.count = r.choice(POINTS), r.randint(1, 2)
+    swarm.back_s = r.choice((0.5, 5.0, 30.0))
+    swarm.everybody_dies = r.random() < 0.3
+    swarm.leader_dies_at = r.choice(("", "paused", "epoch", "joined", "admitted", "record"))
+    return swarm
+
+
+def test_snapshots_of_the_checkpoint_are_what_the_stage_computes() -> None:
+    """The marks that an epoch's record names are those of `StageState.fingerprint`."""
+    swarm = swarm_of()
+    swarm.point, swarm.step = "forward", 3
+    run_exactly(swarm)
+    for member in swarm.members.values():
+        assert member.server is None or torch.isfinite(member.server.state.parameters).all()
