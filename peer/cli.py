@@ -130,6 +130,7 @@ def up(
     directory: RunDir = None,
     threads: Threads = None,
     device: Device = "auto",
+    web: Annotated[bool, typer.Option("--web", help="Serve a page about it meanwhile.")] = False,
     plain: Plain = False,
     debug: Debug = False,
 ) -> None:
@@ -148,6 +149,7 @@ def up(
             directory=directory,
             threads=threads,
             device=device,
+            web=web,
             plain=plain,
         )
 
@@ -236,6 +238,55 @@ def status(
         from peer.status import show_status
 
         show_status(where, as_json=as_json)
+
+
+@app.command()
+def dashboard(
+    join: Annotated[
+        str | None,
+        typer.Option(help="Join link [default: $SWARM_JOIN, else the last swarm joined]."),
+    ] = None,
+    port: Annotated[
+        int | None,
+        typer.Option(help="Port of the page [default: 8765, or any free one].", min=0, max=65535),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to serve on; 0.0.0.0 for everybody.")
+    ] = "127.0.0.1",
+    data_dir: Annotated[
+        Path | None, typer.Option(help="Where its history is kept [default: XDG data home].")
+    ] = None,
+    hide_join: Annotated[
+        bool, typer.Option("--hide-join", help="Do not show the join command on the page.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Serve a web page about a swarm.
+
+    It joins as an onlooker: it reads, and can change nothing.
+    """
+    with fail_in_one_line(debug):
+        from peer.web_entry import run_dashboard
+
+        run_dashboard(join, host=host, port=port, data_dir=data_dir, hide_join=hide_join)
+
+
+@app.command("report")
+def write_report(
+    directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's directory.")],
+    out: Annotated[
+        Path | None, typer.Option(help="File to write [default: RUN_DIR/report.html].")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Write one HTML file about a recorded run.
+
+    It needs no network, and plays the run again.
+    """
+    with fail_in_one_line(debug):
+        from peer.web_entry import write_run_report
+
+        typer.echo(f"wrote {write_run_report(directory, out)}")
 
 
 @app.command()

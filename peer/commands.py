@@ -281,6 +281,7 @@ def run_locally(
     directory: Path | None,
     threads: int | None,
     device: str,
+    web: bool,
     plain: bool,
 ) -> None:
     """`swarm up`: a whole swarm on this machine."""
@@ -308,6 +309,7 @@ def run_locally(
                 report=report,
                 threads=threads,
                 device=device,
+                web=web,
                 server=server,
                 say=say,
             ),

@@ -45,6 +45,7 @@ def run_demo(directory: Path | None, *, plain: bool, minutes: float) -> None:
                 peers=peers,
                 report=run_dir / "report.jsonl",
                 deadline_s=max(minutes * 60 - (time.monotonic() - began), 1.0),
+                web=True,
                 server=server,
                 say=say,
             ),

@@ -36,10 +36,11 @@ from swarm.config import RunConfig
 from swarm.errors import ConfigError, SwarmError
 from swarm.net.link import parse_link
 
-__all__ = ["LEADER", "LOOPBACK", "LocalProcess", "LocalSwarm", "parse_peers", "warm_up"]
+__all__ = ["LEADER", "LOOPBACK", "WEB", "LocalProcess", "LocalSwarm", "parse_peers", "warm_up"]
 
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
-LEADER = "leader"
+LEADER, WEB = "leader", "web"
+NO_STAGE = -1
 _TICK_S = 2.0
 _PORT_POLL_S = 0.05
 _PORT_LIMIT_S = 15.0
@@ -58,6 +59,7 @@ class LocalSwarm:
     preload_target = "peer.local_entry:preload"
     leader_target = "peer.local_entry:leader"
     peer_target = "peer.local_entry:peer"
+    web_target = "peer.web_entry:local_dashboard"
 
     def __init__(
         self,
@@ -75,6 +77,7 @@ class LocalSwarm:
         listen: Sequence[str] = LOOPBACK,
         drain_s: float = 10.0,
         cache_dir: Path | None = None,
+        web: bool = False,
         server: ForkServer | None = None,
         say: Callable[[str], None] = print,
         on_step: Callable[[dict[str, Any]], None] = lambda step: None,
@@ -95,7 +98,8 @@ class LocalSwarm:
         self._wanted = list(peers)
         self._steps, self._report_path, self._device = steps, report, device
         self._slots, self._listen, self._drain_s = slots, list(listen), drain_s
-        self._deadline_s, self._cache_dir = deadline_s, cache_dir
+        self._deadline_s, self._cache_dir, self._web = deadline_s, cache_dir, web
+        self.url = ""  # of the dashboard
         self._say, self._on_step = say, on_step
         self._server = server
         self._linked = asyncio.Event()
@@ -162,6 +166,8 @@ class LocalSwarm:
         async with asyncio.TaskGroup() as group:
             for stage, threads in self._wanted:
                 group.create_task(self._start_peer(self._new_peer(stage, threads)))
+        if self._web:
+            await self._start_web()
 
     async def wait(self) -> dict[str, Any]:
         """Until the leader has finished: its report. Raises SwarmError if the run failed."""
@@ -332,6 +338,19 @@ class LocalSwarm:
         await self._spawn(process, self.peer_target, arguments)
         self._spawn_task(self._watch_peer(process))
 
+    async def _start_web(self) -> None:
+        """The dashboard: one more process, which the run does not need."""
+        data_dir = self.run_dir / "web"
+        process = LocalProcess(WEB, NO_STAGE, 1, data_dir, log=self.run_dir / "peers" / WEB / "log")
+        arguments = {"join": self.link, "data_dir": str(data_dir), "port": None}
+        await self._spawn(process, self.web_target, arguments)
+        self._spawn_task(self._watch_web(process))
+
+    async def _watch_web(self, process: LocalProcess) -> None:
+        code = await self.ended(WEB)
+        if not (self._stopping or self._over.is_set() or code == 0):
+            self._say(f"the dashboard has ended: {process.how_it_ended()}")
+
     async def _spawn(
         self, process: LocalProcess, target: str, arguments: Mapping[str, Any]
     ) -> None:
@@ -355,6 +374,9 @@ class LocalSwarm:
         if "link" in message:
             self.link = message["link"]
             self._linked.set()
+        elif "url" in message:
+            self.url = message["url"]
+            self._say(f"dashboard: {self.url}")
         elif "say" in message:
             process.said = message["say"]
         elif "step" in message:
@@ -377,7 +399,7 @@ class LocalSwarm:
         if self._stopping or self._over.is_set() or code == 0 or process.expected_to_end:
             return
         self._say(f"peer {process.name} has ended: {process.how_it_ended()}")
-        peers = [each for name, each in self.processes.items() if name != LEADER]
+        peers = [each for name, each in self.processes.items() if name not in (LEADER, WEB)]
         left = [each for each in peers if each.alive and each.stage in (process.stage, None)]
         if left:
             return

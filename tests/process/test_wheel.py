@@ -41,8 +41,11 @@ def test_it_holds_the_packages_and_nothing_beside_them(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     tops = {name.split("/", 1)[0] for name in names}
     info = "swarm_parallel-0.1.0.dist-info"
-    assert {"swarm", "peer", info} <= tops <= PACKAGES | {info}
+    assert {"swarm", "peer", "web", info} <= tops <= PACKAGES | {info}
     assert {"swarm/py.typed", "peer/py.typed", f"{info}/licenses/LICENSE"} <= set(names)
+    for file in (ROOT / "web").rglob("*"):  # the page comes with it
+        if file.is_file() and "__pycache__" not in file.parts:
+            assert file.relative_to(ROOT).as_posix() in names
 
 
 def test_the_scripts_and_requirements_are_named(wheel: Path) -> None:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
     [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
 )
-FOLDERS = ("swarm/", "peer/", "tests/", "docs/", "examples/", "benchmarks/")
+FOLDERS = ("swarm/", "peer/", "web/", "tests/", "docs/", "examples/", "benchmarks/")
 BLOCK = re.compile(r"^(<!-- test -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
@@ -54,7 +54,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_files_that_are_named_exist(path: Path) -> None:
     text = path.read_text()
     for name in re.findall(
-        r"`((?:swarm|peer|tests|docs|examples|benchmarks|\.ci)/[\w./-]*)`", text
+        r"`((?:swarm|peer|web|tests|docs|examples|benchmarks|\.ci)/[\w./-]*)`", text
     ):
         if not name.startswith("benchmarks/out"):  # made by `make bench`
             assert (ROOT / name).exists(), f"{path.name} names {name}"
@@ -135,15 +135,22 @@ def test_the_custom_stage_of_the_readme_trains(monkeypatch: pytest.MonkeyPatch) 
 def test_the_library_never_imports_the_processes() -> None:
     """docs/architecture.md: imports point one way."""
     for path in (ROOT / "swarm").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            names = (
-                [node.module or ""]
-                if isinstance(node, ast.ImportFrom)
-                else [alias.name for alias in node.names]
-                if isinstance(node, ast.Import)
-                else []
-            )
-            assert not [n for n in names if n.partition(".")[0] in ("peer", "web")], path
+        assert not imports(path) & {"peer", "web"}, path
+    for path in (ROOT / "web").rglob("*.py"):
+        assert "peer" not in imports(path), path
+    for path in (ROOT / "peer").rglob("*.py"):
+        assert "web" not in imports(path) or path.name == "web_entry.py", path
+
+
+def imports(path: Path) -> set[str]:
+    """The packages a module imports."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").partition(".")[0])
+        elif isinstance(node, ast.Import):
+            found.update(alias.name.partition(".")[0] for alias in node.names)
+    return found
 
 
 def test_every_method_stands_in_the_protocol() -> None:

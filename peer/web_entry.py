@@ -1,0 +1,58 @@
+"""Where commands meet the dashboard: the only place in `peer` that imports `web`, when asked to.
+
+`web` is one more onlooker of the swarm and knows nothing of these processes (docs/architecture.md).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from swarm.errors import JoinError
+
+
+def run_dashboard(
+    join: str | None, *, host: str, port: int | None, data_dir: Path | None, hide_join: bool
+) -> None:
+    """`swarm dashboard`: serve a page about a swarm until interrupted."""
+    from peer.commands import data_home, until_interrupted
+    from peer.serve import JOIN_VARIABLE, last_swarm
+    from swarm.net.link import parse_link
+    from web.serve import Dashboard
+
+    join = join or os.environ.get(JOIN_VARIABLE) or last_swarm()
+    if not join:
+        raise JoinError("no swarm is named and none was joined before", "pass its --join LINK")
+    dashboard = Dashboard(
+        parse_link(join),
+        data_dir or data_home() / "dashboard",
+        host=host,
+        port=port,
+        show_join=not hide_join,
+    )
+    until_interrupted(dashboard.run(lambda url: print(f"dashboard: {url}", flush=True)))
+
+
+def write_run_report(run_dir: Path, out: Path | None) -> Path:
+    """`swarm report`: one HTML file about a recorded run."""
+    from web.report import write_report
+
+    return write_report(run_dir, out)
+
+
+def local_dashboard(arguments: Mapping[str, Any], tell: Any) -> int:
+    """The dashboard of a local swarm, as one of its processes; tells its `url`."""
+    from peer.local_entry import run
+
+    async def main() -> None:
+        from swarm.net.link import parse_link
+        from web.serve import Dashboard
+
+        dashboard = Dashboard(
+            parse_link(arguments["join"]), Path(arguments["data_dir"]), port=arguments["port"]
+        )
+        await dashboard.run(lambda url: tell({"url": url}))
+
+    return run(main, tell, threads=1)

@@ -1,0 +1,114 @@
+"""What a dashboard keeps: over restarts, bounded, each committed microbatch once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from swarm.errors import StorageError
+from tests.unit.web_runs import NOW, answer, board, peer_ids, row, tell
+from web.store import LEVELS, MAX_EVENTS, MAX_POINTS, METRICS, Store
+
+
+def test_series_are_averaged_in_buckets() -> None:
+    store = Store(":memory:")
+    for second in range(600):
+        store.add(NOW + second, {"loss": float(second), "peers": None})
+    columns = store.series("1h", NOW + 600)
+    assert columns["loss"][:2] == [1.5, 5.5]
+    assert len(columns["t"]) == 150
+    assert set(columns) == {"t", *METRICS}
+    assert all(len(column) == len(columns["t"]) for column in columns.values())
+    assert columns["peers"] == [None] * 150
+
+
+@pytest.mark.parametrize("span", ["1h", "6h", "1d", "all"])
+def test_every_span_is_short_enough_to_draw(span: str) -> None:
+    store = Store(":memory:")
+    end = NOW + 3 * 86400
+    for minute in range(3 * 24 * 60):
+        store.add(NOW + 60 * minute, {"loss": 1.0})
+    columns = store.series(span, end)
+    assert 10 < len(columns["t"]) <= MAX_POINTS + 1
+    assert columns["t"] == sorted(columns["t"])
+    assert columns["t"][-1] <= end
+
+
+def test_the_file_stays_bounded(tmp_path: Path) -> None:
+    store = Store(tmp_path / "x.sqlite")
+    for hour in range(24 * 90):
+        now = NOW + 3600.0 * hour
+        store.add(now, dict.fromkeys(METRICS, 1.0))
+        store.add_events([{"t": now, "event": "left"}] * 10)
+        store.add_activity(now, "peer", [1.0] * 5)
+        if hour % 100 == 0:
+            store.prune(now)
+    store.prune(now)
+    store.commit()
+    count = store._db.execute("SELECT count(*) FROM series").fetchone()[0]
+    assert count <= sum(life // bucket + 1 for bucket, life in LEVELS) * len(METRICS)
+    assert store._db.execute("SELECT count(*) FROM events").fetchone()[0] <= MAX_EVENTS
+    assert store._db.execute("SELECT count(*) FROM activity").fetchone()[0] < 10
+    assert store.series("all", now)["loss"]
+    store.close()
+
+
+def test_contributors_are_counted_once_over_restarts(tmp_path: Path) -> None:
+    peers = peer_ids(tmp_path, 2)
+    path = tmp_path / "kept" / "x.sqlite"
+    shown = board(Store(path))
+    tell(shown, answer([row(peers[0], 0, counted=10), row(peers[1], 1, counted=4)]))
+    tell(shown, answer([row(peers[0], 0, counted=15)]), NOW + 6)
+    shown.store.close()
+    shown = board(Store(path))
+    tell(shown, answer([row(peers[0], 0, counted=15)]), NOW + 12)  # the dashboard was restarted
+    assert _done(shown) == {peers[0]: 15, peers[1]: 4}
+    again = row(peers[0], 0, counted=3)
+    tell(shown, answer([again], life="cd34"), NOW + 18)  # the leader was
+    tell(shown, answer([{**again, "replica": f"{peers[0]}#beef", "counted": 2}], life="cd34"))
+    assert _done(shown) == {peers[0]: 20, peers[1]: 4}
+
+
+def _done(shown: object) -> dict[str, int]:
+    return {each["peer"]: each["counted"] for each in shown.store.contributors()}  # type: ignore[attr-defined]
+
+
+def test_events_are_kept_once_and_the_cursor_with_them(tmp_path: Path) -> None:
+    peers = peer_ids(tmp_path, 1)
+    path = tmp_path / "x.sqlite"
+    shown = board(Store(path))
+    event = {"t": NOW, "event": "joined", "replica": f"{peers[0]}#1", "stage": 0}
+    tell(shown, answer([row(peers[0], 0)], events=[event], after=41))
+    assert shown.cursor == {"after": 41, "life": "ab12"}
+    shown.store.close()
+    shown = board(Store(path))
+    assert shown.cursor == {"after": 41, "life": "ab12"}
+    (line,) = shown.snapshot(NOW)["feed"]
+    assert line["text"].endswith("joined stage 0")
+    assert shown.marks(NOW - 1)[0]["kind"] == "joined"
+    assert shown.store.events(peer=peers[0])[0]["event"] == "joined"
+
+
+def test_steps_become_series_at_their_own_times(tmp_path: Path) -> None:
+    shown = board()
+    steps = [
+        {"t": NOW - 100 + 10 * n, "event": "step", "step": n, "loss": 5.0 - n, "tokens": 100,
+         "wall_s": 2.0} for n in range(4)
+    ]  # fmt: skip
+    tell(shown, answer([], events=[*steps, {"t": NOW - 65, "event": "validation", "loss": 4.5}]))
+    columns = shown.store.series("1h", NOW)
+    losses = [value for value in columns["loss"] if value is not None]
+    assert losses == [5.0, 4.0, 3.0, 2.0]
+    assert 4.5 in columns["validation_loss"]
+    assert 50.0 in columns["tokens_per_s"]
+    assert shown.snapshot(NOW)["feed"] == []
+
+
+def test_a_path_that_cannot_be_used_is_said_in_a_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StorageError, match="cannot use"):
+        Store(tmp_path / "file" / "x.sqlite")
+    (tmp_path / "junk.sqlite").write_text("this is no database, but it is long enough " * 40)
+    with pytest.raises(StorageError, match="cannot use"):
+        Store(tmp_path / "junk.sqlite")

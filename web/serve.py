@@ -1,0 +1,194 @@
+"""The dashboard as a process: a web server and a collector in one event loop.
+
+The page answers at once and says that it waits; the network is looked for beside it, again and
+again, because a dashboard that people have bookmarked must outlive the leader it watches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from swarm.errors import JoinError, ListenError, SwarmError, VersionError
+from swarm.net.directory import DhtDirectory
+from swarm.net.identity import Identity, claim_identity
+from swarm.net.libp2p import Libp2pTransport
+from swarm.net.link import JoinLink
+from swarm.net.links import Links
+from swarm.tasks import TaskSet
+from swarm.terms import new_incarnation
+from web.app import create_app
+from web.board import Board
+from web.broadcast import Broadcast
+from web.collector import Collector
+from web.limits import Limits
+from web.store import Store
+
+log = logging.getLogger(__name__)
+DEFAULT_PORT = 8765
+TICK_S = 1.0
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+
+
+class Dashboard:
+    """Watches the run of `link` and serves it on `host`:`port`.
+
+    `port` None takes 8765, or any other when that is taken; 0 any. What is kept lies in
+    `data_dir`. Without `show_join` the page keeps the join link, and so the leader's address, to
+    itself.
+    """
+
+    def __init__(
+        self,
+        link: JoinLink,
+        data_dir: Path,
+        *,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        show_join: bool = True,
+        limits: Limits | None = None,
+    ) -> None:
+        self.link, self.data_dir, self.host, self.port = link, Path(data_dir), host, port
+        self._line = f"swarm-peer --join {link}" if show_join else ""
+        self._limits = limits or Limits()
+
+    async def run(self, on_url: Callable[[str], None] = lambda url: None) -> None:
+        """Until cancelled. Raises ListenError, StorageError, or JoinError for what time cannot
+        mend (another run or version)."""
+        with contextlib.ExitStack() as stack:
+            listening = stack.enter_context(listen(self.host, self.port))
+            identity = claim_identity(self.data_dir)
+            stack.callback(identity.release)
+            store = Store(self.data_dir / f"{self.link.run_id}.sqlite")
+            stack.callback(store.close)
+            board = Board(store, self.link.run_id, join_line=self._line)
+            broadcast = Broadcast(self._limits.viewers)
+            app = create_app(board, broadcast, limits=self._limits)
+            on_url(url_of(listening))
+            async with asyncio.TaskGroup() as group:
+                group.create_task(keep_publishing(board, broadcast))
+                group.create_task(serve_app(app, listening))
+                group.create_task(self._watch(identity, board, broadcast))
+
+    async def _watch(self, identity: Identity, board: Board, broadcast: Broadcast) -> None:
+        """Be in the swarm, and come back to it."""
+        pause = FIRST_PAUSE_S
+        while True:
+            try:
+                await self._in_the_swarm(identity, board, broadcast)
+                pause = FIRST_PAUSE_S
+            except VersionError:
+                raise
+            except JoinError as error:
+                if "serves run" in error.message:
+                    raise
+                log.info("%s; trying again", error.message)
+            except SwarmError as error:
+                log.info("%s; trying again", error)
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, LONGEST_PAUSE_S)
+
+    async def _in_the_swarm(self, identity: Identity, board: Board, broadcast: Broadcast) -> None:
+        """One stay: until the network daemon dies, or something fails."""
+        async with contextlib.AsyncExitStack() as stack:
+            transport = await Libp2pTransport.create(identity_path=identity.path, listen=())
+            stack.push_async_callback(transport.close)
+            directory = await DhtDirectory.create(
+                transport, identity, self.link.addresses, client_mode=True
+            )
+            stack.push_async_callback(directory.close)
+            links = Links(transport, self.link.run_id, new_incarnation(identity.peer_id), {})
+            stack.push_async_callback(links.aclose)
+            collector = Collector(
+                self.link,
+                links,
+                directory,
+                board,
+                changed=lambda: publish(board, broadcast),
+            )
+            tasks = TaskSet()
+            stack.push_async_callback(tasks.aclose)
+            collecting = tasks.spawn(collector.run(), "collector")
+            lost = tasks.spawn(transport.lost.wait(), "daemon")
+            await asyncio.wait((collecting, lost), return_when=asyncio.FIRST_COMPLETED)
+            if collecting.done():
+                collecting.result()
+
+
+def publish(board: Board, broadcast: Broadcast) -> None:
+    """Show what the board knows now."""
+    now = time.time()
+    broadcast.publish(board.snapshot(now), now)
+
+
+async def keep_publishing(board: Board, broadcast: Broadcast) -> None:
+    """Time alone changes the picture too: a run may fall silent."""
+    while True:
+        publish(board, broadcast)
+        await asyncio.sleep(TICK_S)
+
+
+@contextlib.contextmanager
+def listen(host: str, port: int | None) -> Iterator[socket.socket]:
+    """A listening socket. Raises ListenError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    wanted = [DEFAULT_PORT, 0] if port is None else [port]
+    for each in wanted:
+        try:
+            made = socket.create_server((host, each), family=family, backlog=1024)
+        except (OSError, OverflowError) as error:
+            failure = error
+            continue
+        with made:
+            yield made
+        return
+    what = failure.strerror if isinstance(failure, OSError) else str(failure)
+    raise ListenError(f"cannot listen on {host} port {wanted[-1]}: {what}", "choose another --port")
+
+
+def url_of(listening: socket.socket) -> str:
+    """Where a browser on this machine finds it."""
+    host, port = listening.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+
+
+async def serve_app(app: Any, listening: socket.socket) -> None:
+    """Serve until cancelled."""
+    server = _Server(
+        uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            timeout_graceful_shutdown=1,
+            timeout_keep_alive=20,
+            limit_concurrency=4096,
+            h11_max_incomplete_event_size=16 << 10,
+        )
+    )
+    serving = asyncio.create_task(server.serve(sockets=[listening]))
+    try:
+        await asyncio.shield(serving)
+    except asyncio.CancelledError:
+        server.should_exit = True
+        with contextlib.suppress(asyncio.CancelledError):
+            await serving
+        raise
+
+
+class _Server(uvicorn.Server):
+    """Signals belong to whoever runs the event loop."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
