@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +106,9 @@ class Admission:
         return Message({"ready": ready, **self._position(member)})
 
     async def _leave(self, channel: Channel, message: Message) -> Message:
-        """The replica wants to go: no new work for it; `finish` follows the step's commit.
+        """The replica wants to go: `finish` follows the step's commit, and it has no part in the
+        next one. Until that commit it has to stay for what it has counted, so it goes on working
+        if this step should end well `within_s`; otherwise it gets no new work.
 
         The last one of its stage stays until another serves (or its own patience is over): the
         stage's newest state would be lost with it.
@@ -118,6 +121,9 @@ class Admission:
         if spared and member.standing is not Standing.SERVING:
             member.leaving = member.released = True
             return Message({"now": True, "reason": ""})
+        within_s = message.body.get("within_s")
+        if isinstance(within_s, float) and 0 <= within_s < math.inf:
+            member.leave_by = asyncio.get_running_loop().time() + within_s
         member.leaving = True
         leader.probe("leaving", replica=member.incarnation)
         reason = "this step's commit" if spared else f"another replica of stage {member.stage}"

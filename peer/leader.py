@@ -119,7 +119,7 @@ class Leader:
         self.slots = slots if slots is not None else pipeline.num_stages + 2
         self.probe, self.same_numerics = probe, same_numerics
         self.members = Members(pipeline.num_stages)
-        self.router = Router(seed)
+        self.router = Router(seed, credits=self.slots)
         self.tasks = TaskSet()
         self.admission = Admission(self)
         self.restoring = Restoring(self, saved)
@@ -135,6 +135,8 @@ class Leader:
         self.sent_bytes = 0
         self._gone: dict[int, Traffic] = {}  # of replicas that have left, by stage
         self._tries = self.attempt = 0  # never reused within a term
+        self.step_began_at = 0.0
+        self.last_step_s = math.inf
         self.fatal: SwarmError | None = None
         self._doubting: asyncio.Task[None] | None = None
         self.watch = Watch(self)
@@ -194,9 +196,12 @@ class Leader:
         microbatch cannot be computed anywhere), StorageError (nothing was committed).
         """
         loop = asyncio.get_running_loop()
-        began = loop.time()
+        began = self.step_began_at = loop.time()
         step = self._begin_step()
-        watching = self.tasks.spawn(self.watch.run(step, self._owing), "watch")
+        watching = [
+            self.tasks.spawn(self.watch.run(step, self._owing), "watch"),
+            self.tasks.spawn(self.watch.listen(step), "listen"),
+        ]
         try:
             while True:
                 await self.microbatches.run(step)
@@ -207,7 +212,8 @@ class Leader:
                 if prepared is not None:
                     break
         finally:
-            watching.cancel()
+            for task in watching:
+                task.cancel()
         record = self._make_record(step, prepared)
         await self.quorum.commit(record)
         self.record, self.has_committed = record, True
@@ -215,6 +221,7 @@ class Leader:
         self.step = None
         self.probe("record", step=record.step)
         self._announce_commit(step, record)
+        self.last_step_s = loop.time() - began
         return StepResult(
             record.step,
             record.loss,
@@ -228,6 +235,7 @@ class Leader:
         number = self.next_step
         self.microbatches.begin(number)
         self.averager.begin()
+        self.router.begin_step()
         step = Step(number, self.plan.num_microbatches, self.pipeline.num_stages, self.router)
         step.tries, step.attempt = self._tries, self.attempt
         self.step = step

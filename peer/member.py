@@ -350,7 +350,7 @@ class Member:
             self.orders.fell_behind.set()
 
     async def drain(self, seconds: float) -> bool:
-        """Leave politely: no new work, and go once what was counted here is committed.
+        """Leave politely: no part in the next step, and go once this one is committed.
 
         Returns after `seconds` in any case; what is then uncommitted is replayed by others. True:
         it may go, and `run` ends.
@@ -359,7 +359,7 @@ class Member:
             return self.finished.is_set()
         try:
             async with asyncio.timeout(seconds):
-                answer = await self.leader.call("leave", {})
+                answer = await self.leader.call("leave", {"within_s": float(seconds)})
                 if answer.body.get("now") is not True:
                     self.say(f"leaving; waiting for: {str(answer.body.get('reason', ''))[:100]}")
                     await self.finished.wait()

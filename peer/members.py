@@ -50,6 +50,7 @@ class Member:
     counted: int = 0  # microbatches of committed steps
     traffic: Traffic = field(default_factory=Traffic)
     leaving: bool = False  # it wants to go
+    leave_by: float = 0.0  # and goes then at the latest, on the leader's clock
     released: bool = False  # it was told that it may
     held_off_until: float = 0.0  # not taken in before, unless its stage has nobody else
     hold_offs: int = 0

@@ -35,6 +35,7 @@ MAX_FAILURES = 8  # of one microbatch's computation in a row: then it is not the
 MAX_RAISED = 3  # by one replica at one microbatch, if its stage has others
 AVOID_PAIR_S = 30.0
 ADOPT_S = 3.0
+STEP_SLACK = 2.0  # a step may take so many times as long as the one before it
 RETRY_S = 0.05
 
 
@@ -131,8 +132,13 @@ class Microbatches:
                 task.cancel()
 
     def _unwanted(self, step: Step, index: int) -> list[str]:
-        """Who does not get `index` if its stage can do without: it wants to go, or failed at it."""
-        unwanted = {member.incarnation for member in self.leader.members if member.leaving}
+        """Who does not get `index` if its stage can do without: silent, about to leave without
+        waiting for the commit, or failed at it."""
+        leader = self.leader
+        ends_at = leader.step_began_at + STEP_SLACK * leader.last_step_s
+        leaving = [member for member in leader.members if member.leaving]
+        unwanted = {each.incarnation for each in leaving if each.leave_by <= ends_at}
+        unwanted |= self.leader.watch.suspects
         unwanted.update(self._raised.get(index, ()))
         return [
             name

@@ -6,6 +6,11 @@ asked where it stands, which its event loop answers. A device that has finished 
 long is hung, and its replica is left out of the step. Alone in its stage it is kept: nothing would
 be won. A call that is overdue although no device is hung is taken from whoever holds it, with a
 fence, so that nothing waits for ever for what was lost. In a run without trouble nobody is asked.
+
+Between the first missed heartbeat and the end of a silent channel lies *suspicion*: a replica that
+nothing comes from gets no new work while its stage has others, which costs nothing if it is well.
+Once a step waits for suspects alone, waiting longer than it takes to compute their share again is
+a loss, and they are left out of the step; they are taken back as soon as they answer.
 """
 
 from __future__ import annotations
@@ -17,13 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 from swarm.errors import StreamClosedError, SwarmError
 from swarm.net.channel import Channel
-from swarm.patience import patience_s
+from swarm.patience import SUSPECT_S, patience_s, worth_waiting_s
 from swarm.step import Issue, Step
 
 if TYPE_CHECKING:
     from peer.leader import Leader
 
 LOOK_S = 2.0
+LISTEN_S = 0.25
 ANSWER_S = 30.0  # for what an event loop answers by itself, behind what is being sent
 
 
@@ -34,21 +40,25 @@ class Watch:
         self.leader = leader
         self._heard: dict[str, float] = {}  # when something last came of a replica that owes
         self._strikes: dict[str, int] = {}  # how often it was left out as hung
+        self.moved_at = 0.0  # when a microbatch was last issued or acknowledged
+        self.suspects: set[str] = set()  # silent for longer than a heartbeat explains
 
     # ---- what is known --------------------------------------------------------------------------
 
     def gave_work(self, replica: str) -> None:
         """A call goes through it. What it owed before keeps its age."""
+        self.moved_at = asyncio.get_running_loop().time()
         if self.leader.router.outstanding_of(replica) <= 1:
             self.heard(replica)
 
     def heard(self, replica: str) -> None:
         """Something came of it."""
-        self._heard[replica] = asyncio.get_running_loop().time()
+        self._heard[replica] = self.moved_at = asyncio.get_running_loop().time()
 
     def forget(self, replica: str) -> None:
         self._heard.pop(replica, None)
         self._strikes.pop(replica, None)
+        self.suspects.discard(replica)
 
     def patience_of(self, replica: str, *, updating: bool = False) -> float:
         rates = self.leader.router.measured()
@@ -122,6 +132,53 @@ class Watch:
         self._strikes[replica] = self._strikes.get(replica, 0) + 1
         self.leader.router.failed(replica, "timeout", loop.time())
         self.leader.expel(step, replica, reason)
+
+    # ---- silence --------------------------------------------------------------------------------
+
+    async def listen(self, step: Step) -> None:
+        """Suspect those who are silent, and give them up when that is cheaper, until cancelled."""
+        loop = asyncio.get_running_loop()
+        looked_at = self.moved_at = loop.time()
+        while True:
+            await asyncio.sleep(LISTEN_S)
+            now = loop.time()
+            late_s, looked_at = now - looked_at - LISTEN_S, now
+            if late_s > LISTEN_S:
+                continue  # this process was stopped or is starved: it has not listened
+            self._suspect(step)
+            if not self._waits_for_suspects(step):
+                continue
+            for replica in sorted(self.suspects & step.active.keys()):
+                twins = self._trusted_twins(step, replica)
+                share = sum(replica in hops for hops in step.hops)
+                rates = [self.leader.router.measured_s(twin) for twin in twins]
+                limit_s = worth_waiting_s(share, [rate for rate in rates if rate is not None])
+                if twins and now - self.moved_at >= limit_s:
+                    self.leader.expel(step, replica, f"silent, and all wait for it ({share})")
+
+    def _suspect(self, step: Step) -> None:
+        leader = self.leader
+        for replica in sorted(step.active):
+            channel = leader.links.open_channel(replica)
+            silent = channel is not None and channel.silent_s() > SUSPECT_S
+            if silent and replica not in self.suspects:
+                self.suspects.add(replica)
+                leader.probe("suspected", step=step.number, replica=replica)
+            elif not silent and replica in self.suspects:
+                self.suspects.discard(replica)
+                leader.wake.set()
+
+    def _waits_for_suspects(self, step: Step) -> bool:
+        """Whether the step's microbatches can only go on when a suspect answers or is left out."""
+        if self.leader.averaging or step.complete or not self.suspects:
+            return False
+        return not step.waiting() and all(
+            self.suspects.intersection(filter(None, step.hops[index])) for index in step.open
+        )
+
+    def _trusted_twins(self, step: Step, replica: str) -> list[str]:
+        there = step.replicas(step.active[replica])
+        return [name for name in there if name not in self.suspects]
 
     async def holder(self, step: Step, issue: Issue) -> int | None:
         """Which hop an overdue call waits for: the last one that has it. None: ask again later.

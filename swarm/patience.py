@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+SUSPECT_S = 2.0  # without a byte: a heartbeat is due every second, so one did not come
 FLOOR_S = 10.0
 UNKNOWN_S = 300.0  # nobody in the run has been measured
 UPDATE_S = 60.0  # optimizer, averaging, hashing: never measured, and longer than a microbatch
@@ -46,3 +47,13 @@ def patience_s(
     if updating:
         expected += UPDATE_S
     return float(expected * 2 ** min(strikes, MAX_STRIKES))
+
+
+def worth_waiting_s(share: int, twins_s: Collection[float]) -> float:
+    """How long a step should wait for a silent replica and nothing else, before it is left out.
+
+    As long as its twins need to compute its `share` of microbatches again, `twins_s` each: who
+    waits that long and gives up then has lost at most twice what was lost by knowing the future
+    (the ski rental problem; Karlin et al., Competitive Snoopy Caching, 1988).
+    """
+    return share / sum(1 / each for each in twins_s if each > 0) if any(twins_s) else 0.0

@@ -159,6 +159,13 @@ class Router:
         """Whether the two are kept from being neighbours at present."""
         return not self._reach(a, b, now)
 
+    def begin_step(self) -> None:
+        """A step begins, and all of it must end before the next one: what was given to whom before
+        is forgotten, or one that was ahead then would be short of work now, and everybody wait."""
+        for stage in self._stages.values():
+            for entry in stage.replicas.values():
+                entry.virtual_s = 0.0
+
     # ---- choices ------------------------------------------------------------------------------
 
     def choose(

@@ -191,6 +191,8 @@ def event_text(event: Mapping[str, Any]) -> str | None:
             return f"{who} expelled{why}{at}"
         case "diverged":
             return f"{who} has another state and fetches the right one{at}"
+        case "suspected":
+            return f"nothing comes from {who}: new work goes to others{at}"
         case "bad_chunk":
             return f"{who} gave wrong bytes to a joiner, which fetched them elsewhere"
         case "hold":

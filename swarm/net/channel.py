@@ -29,6 +29,7 @@ from swarm.wire.frames import encode_frame, read_frame
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 5.0
+SLIGHT_S = 0.001  # so that a look at the limit comes after it
 MAX_CALLS_IN_PROGRESS = 1024
 BULK_QUEUE_BYTES = 64 << 20
 MAX_INCARNATION_CHARS = 160
@@ -256,23 +257,29 @@ class Channel:
         except StreamClosedError as error:
             self.end(str(error))
 
+    def silent_s(self) -> float:
+        """Seconds since anything came, at most a heartbeat too many."""
+        return asyncio.get_running_loop().time() - self.last_heard
+
     async def _watch(self) -> None:
         """Ping while there is silence from us, end the channel after silence from there."""
         loop = asyncio.get_running_loop()
         heard_bytes = self._stream.received_bytes
         self.last_heard = checked_at = loop.time()
         while True:
-            await asyncio.sleep(self._heartbeat_s)
+            pause = min(self._heartbeat_s, max(self._silence_s - self.silent_s(), 0.0) + SLIGHT_S)
+            await asyncio.sleep(pause)
             now = loop.time()
             # A process that was itself stopped must not take its own silence for the peer's.
-            overslept = now - checked_at - self._heartbeat_s
-            checked_at = now
+            overslept = now - checked_at - pause
             if overslept > self._heartbeat_s:
                 self.last_heard += overslept
-            if self._stream.received_bytes != heard_bytes:
-                heard_bytes, self.last_heard = self._stream.received_bytes, now
-            if now - self.last_heard > self._silence_s:
-                self.end(f"silent for {now - self.last_heard:.0f} s")
+            if self._stream.received_bytes != heard_bytes:  # parts of a frame, some time since
+                heard_bytes = self._stream.received_bytes
+                self.last_heard = max(self.last_heard, checked_at)
+            checked_at = now
+            if self.silent_s() >= self._silence_s:
+                self.end(f"silent for {self.silent_s():.0f} s")
                 return
             if not self._urgent and not self._bulk:
                 self._urgent.append(encode_frame({"kind": "ping"}))
@@ -306,6 +313,7 @@ class Channel:
     async def _receive_loop(self) -> None:
         while True:
             frame = await read_frame(self._stream, self._check, allocate=self._allocate)
+            self.last_heard = asyncio.get_running_loop().time()
             header = frame.header
             kind = header["kind"]
             if kind == "call":

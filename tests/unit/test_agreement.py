@@ -12,7 +12,7 @@ from swarm.agreement import agree, decided
 from swarm.compute import InlineCompute, Kind, WatchedCompute
 from swarm.errors import StageFailedError
 from swarm.names import brief
-from swarm.patience import patience_s
+from swarm.patience import patience_s, worth_waiting_s
 from swarm.sim.virtual_time import run
 
 marks = st.dictionaries(st.sampled_from("abcdefg"), st.sampled_from("xyz"), min_size=1)
@@ -94,3 +94,10 @@ def test_reasons_name_peers_by_their_last_letters() -> None:
     )
     assert brief("short words stay") == "short words stay"
     assert len(brief("a b " * 500)) == 160
+
+
+def test_a_silent_replica_is_waited_for_as_long_as_its_share_takes_others() -> None:
+    assert worth_waiting_s(10, [0.5]) == 5.0
+    assert worth_waiting_s(10, [0.5, 0.5]) == 2.5
+    assert worth_waiting_s(0, [0.5]) == 0.0
+    assert worth_waiting_s(10, []) == worth_waiting_s(10, [0.0]) == 0.0  # nobody is measured

@@ -252,3 +252,15 @@ def test_draws_before_the_first_measurement_are_not_held_against_anybody() -> No
         router.observe(name, 0.03)
     counts = Counter(draw(router, 40))
     assert counts["early"] >= 15, counts
+
+
+def test_a_step_begins_without_debts() -> None:
+    """Each step is waited for as a whole, so what was given to whom before must not tilt it."""
+    router = router_with([0.1, 0.1])
+    draw(router, 3)
+    router.remove("r1")
+    draw(router, 7)
+    router.add("r2", 0, 0.1)
+    for _ in range(3):
+        router.begin_step()
+        assert Counter(draw(router, 24)) == {"r0": 12, "r2": 12}
