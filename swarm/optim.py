@@ -19,57 +19,30 @@ Work goes through in chunks that stay in the cache with two temporaries, instead
 over main memory. The formulas are torch's: Loshchilov and Hutter 2019 (AdamW), Sutskever et al.
 2013 with torch's convention of the learning rate outside the momentum (SGD, Nesterov).
 
-Any other `torch.optim` name works through `TorchOptimizer`, whose bits are only promised among
-machines with equal `numerics_fingerprint`.
+Any other `torch.optim` name works through `swarm.torch_optimizer`, whose bits are only promised
+among machines with equal `numerics_fingerprint`.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from swarm.errors import ConfigError, WireError
+from swarm.errors import ConfigError
+from swarm.flat_optimizer import FlatLayout, FlatOptimizer, OptimizerSettings
+from swarm.torch_optimizer import TorchOptimizer
+
+__all__ = [
+    "SGD", "AdamW", "FlatOptimizer", "OptimizerSettings", "clip_scale", "make_optimizer",
+    "numerics_fingerprint", "power",
+]  # fmt: skip
 
 CHUNK_ELEMENTS = 64 * 1024  # parameters, gradient, two moments, two temporaries: 1.5 MiB
-
-
-class OptimizerSettings(Protocol):
-    """The `[optimizer]` section, as far as optimizers read it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def betas(self) -> Sequence[float]: ...
-    @property
-    def eps(self) -> float: ...
-    @property
-    def weight_decay(self) -> float: ...
-    @property
-    def momentum(self) -> float: ...
-    @property
-    def nesterov(self) -> bool: ...
-
-
-class FlatLayout(Protocol):
-    """What an optimizer needs of `swarm.model.layout.ParameterLayout`."""
-
-    @property
-    def names(self) -> Sequence[str]: ...
-    @property
-    def shapes(self) -> Sequence[Sequence[int]]: ...
-    @property
-    def offsets(self) -> Sequence[int]: ...
-    @property
-    def total(self) -> int: ...
-    @property
-    def num_decayed(self) -> int: ...
 
 
 def clip_scale(norm: float, clip_norm: float) -> float:
@@ -93,62 +66,8 @@ def power(base: float, exponent: int) -> float:
     return result
 
 
-class FlatOptimizer(ABC):
-    """Updates a flat float32 tensor in place. Its state: flat float32, fixed names and sizes.
-
-    Nothing but `step` and `load_state` changes anything. `state` returns the live tensors, not
-    copies: whoever keeps them across a step copies them.
-    """
-
-    def __init__(self, num_elements: int, num_decayed: int, settings: OptimizerSettings) -> None:
-        if not 0 <= num_decayed <= num_elements:
-            raise ValueError(f"num_decayed {num_decayed} is not within 0..{num_elements}")
-        self.num_elements = num_elements
-        self.num_decayed = num_decayed
-        self.settings = settings
-
-    @abstractmethod
-    def step(
-        self, parameters: Tensor, gradient: Tensor, *, lr: float, scale: float, step: int
-    ) -> None:
-        """Apply update number `step`, counted from 1, with `gradient` times `scale`.
-
-        Leaves `gradient` as it was. All tensors: float32, flat, `num_elements`, one device.
-        """
-
-    @abstractmethod
-    def state(self) -> dict[str, Tensor]: ...
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy `state` in. WireError, and nothing changed, when names, sizes or dtypes differ."""
-        mine = self.state()
-        if sorted(state) != sorted(mine):
-            raise WireError(f"optimizer state has {sorted(state)}, expected {sorted(mine)}")
-        for name, tensor in mine.items():
-            theirs = state[name]
-            if theirs.shape != tensor.shape or theirs.dtype != tensor.dtype:
-                raise WireError(
-                    f"optimizer state {name!r} is {theirs.dtype} {tuple(theirs.shape)}, "
-                    f"expected {tensor.dtype} {tuple(tensor.shape)}"
-                )
-        for name, tensor in mine.items():
-            tensor.copy_(state[name])
-
-    def _check(self, parameters: Tensor, gradient: Tensor, step: int) -> None:
-        for tensor in (parameters, gradient):
-            if tensor.shape != (self.num_elements,) or tensor.dtype != torch.float32:
-                raise ValueError(
-                    f"expected float32 ({self.num_elements},), "
-                    f"got {tensor.dtype} {tuple(tensor.shape)}"
-                )
-        if step < 1:
-            raise ValueError(f"updates are counted from 1, got {step}")
-
-
 class _ChunkedOptimizer(FlatOptimizer):
     """Walks over chunks that lie wholly in the decayed prefix or wholly behind it."""
-
-    state_names: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -161,7 +80,7 @@ class _ChunkedOptimizer(FlatOptimizer):
         super().__init__(num_elements, num_decayed, settings)
         self._state = {
             name: torch.zeros(num_elements, dtype=torch.float32, device=device)
-            for name in self.state_names
+            for name in self._state_names(settings)
         }
         if torch.device(device).type != "cpu":
             chunk_elements *= 256  # launches cost more than cache misses there
@@ -169,6 +88,11 @@ class _ChunkedOptimizer(FlatOptimizer):
         self._temporaries = [
             torch.empty(self._chunk_elements, dtype=torch.float32, device=device) for _ in range(2)
         ]
+
+    @staticmethod
+    @abstractmethod
+    def _state_names(settings: OptimizerSettings) -> Sequence[str]:
+        """What is kept from step to step. ConfigError for settings that cannot be used."""
 
     def state(self) -> dict[str, Tensor]:
         return dict(self._state)
@@ -185,7 +109,9 @@ class _ChunkedOptimizer(FlatOptimizer):
 class AdamW(_ChunkedOptimizer):
     """Adam with decoupled weight decay on the first `num_decayed` elements."""
 
-    state_names = ("exp_avg", "exp_avg_sq")
+    @staticmethod
+    def _state_names(settings: OptimizerSettings) -> Sequence[str]:
+        return ("exp_avg", "exp_avg_sq")
 
     @torch.no_grad()
     def step(
@@ -218,20 +144,13 @@ class AdamW(_ChunkedOptimizer):
 class SGD(_ChunkedOptimizer):
     """SGD with momentum (dampening 0), Nesterov, and L2 decay on the first `num_decayed`."""
 
-    def __init__(
-        self,
-        num_elements: int,
-        num_decayed: int,
-        settings: OptimizerSettings,
-        device: torch.device | str = "cpu",
-        chunk_elements: int = CHUNK_ELEMENTS,
-    ) -> None:
+    @staticmethod
+    def _state_names(settings: OptimizerSettings) -> Sequence[str]:
         if settings.nesterov and settings.momentum <= 0.0:
             raise ConfigError(
                 "[optimizer] nesterov = true needs momentum above 0", "set momentum, e.g. 0.9"
             )
-        self.state_names = ("momentum",) if settings.momentum else ()
-        super().__init__(num_elements, num_decayed, settings, device, chunk_elements)
+        return ("momentum",) if settings.momentum else ()
 
     @torch.no_grad()
     def step(
@@ -257,159 +176,6 @@ class SGD(_ChunkedOptimizer):
                     g, temporary = temporary, g
             g.mul_(lr)
             p.sub_(g)
-
-
-class TorchOptimizer(FlatOptimizer):
-    """Any other element- or parameter-wise `torch.optim` class, by its name.
-
-    It sees one tensor per parameter (views of copies of ours), and its per-parameter state is
-    packed: one flat tensor per state name, parameters in layout order, plus `started` (0 or 1),
-    since most of them create their state in the first step. A dry run on zeros at construction
-    finds the names and sizes, and refuses what needs a closure or sparse gradients.
-    """
-
-    def __init__(
-        self,
-        layout: FlatLayout,
-        settings: OptimizerSettings,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(layout.total, layout.num_decayed, settings)
-        self._layout = layout
-        self._device = device
-        self._class = _torch_class(settings.name)
-        self._template = self._dry_run()
-        self._reset()
-
-    def _reset(self) -> None:
-        self._parameters = [
-            torch.zeros(tuple(shape), dtype=torch.float32, device=self._device)
-            for shape in self._layout.shapes
-        ]
-        self._optimizer = self._build(self._parameters)
-        self._started = torch.zeros(1)
-
-    def _build(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
-        settings = self.settings
-        decayed = [o < self.num_decayed for o in self._layout.offsets]
-        groups = [
-            {"params": [p for p, d in zip(parameters, decayed, strict=True) if d]},
-            {"params": [p for p, d in zip(parameters, decayed, strict=True) if not d]},
-        ]
-        known = inspect.signature(self._class).parameters
-        options: dict[str, Any] = {
-            "lr": 1e-3,
-            "betas": tuple(settings.betas),
-            "eps": settings.eps,
-            "weight_decay": settings.weight_decay,
-            "momentum": settings.momentum,
-            "nesterov": settings.nesterov,
-            "foreach": False,
-            "fused": False,
-        }
-        if "eps" in known and not isinstance(known["eps"].default, float):
-            del options["eps"]  # Adafactor's is a pair of other things
-        options = {name: value for name, value in options.items() if name in known}
-        if "weight_decay" in options:
-            groups[1]["weight_decay"] = 0.0  # type: ignore[assignment]
-        try:
-            return self._class([g for g in groups if g["params"]], **options)
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"[optimizer] torch.optim.{settings.name}: {error}") from error
-
-    def _dry_run(self) -> list[dict[str, Tensor]]:
-        parameters = [torch.zeros(tuple(shape)) for shape in self._layout.shapes]
-        optimizer = self._build(parameters)
-        for parameter in parameters:
-            parameter.grad = torch.zeros_like(parameter)
-        try:
-            optimizer.step()
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"[optimizer] torch.optim.{self.settings.name} cannot be used here: {error}",
-                "use AdamW, SGD or another optimizer that needs no closure and no sparse gradients",
-            ) from error
-        template = []
-        for parameter in parameters:
-            entry = {
-                name: torch.as_tensor(value)
-                for name, value in sorted(optimizer.state[parameter].items())
-                if value is not None
-            }
-            template.append(entry)
-        return template
-
-    @torch.no_grad()
-    def step(
-        self, parameters: Tensor, gradient: Tensor, *, lr: float, scale: float, step: int
-    ) -> None:
-        self._check(parameters, gradient, step)
-        layout = self._layout
-        for mine, shape, offset in zip(
-            self._parameters, layout.shapes, layout.offsets, strict=True
-        ):
-            view = slice(offset, offset + mine.numel())
-            mine.copy_(parameters[view].view(tuple(shape)))
-            mine.grad = torch.mul(gradient[view].view(tuple(shape)), scale)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        self._started.fill_(1.0)
-        for mine, offset in zip(self._parameters, layout.offsets, strict=True):
-            parameters[offset : offset + mine.numel()].copy_(mine.view(-1))
-            mine.grad = None
-
-    def _names(self) -> list[str]:
-        return sorted({name for entry in self._template for name in entry})
-
-    def state(self) -> dict[str, Tensor]:
-        """Copies, unlike the built-in ones: the live state is torch's."""
-        packed = {"started": self._started.clone()}
-        for name in self._names():
-            parts = []
-            for parameter, entry in zip(self._parameters, self._template, strict=True):
-                if name not in entry:
-                    continue
-                value = self._optimizer.state[parameter].get(name) if self._started else None
-                tensor = torch.zeros_like(entry[name]) if value is None else torch.as_tensor(value)
-                parts.append(tensor.detach().reshape(-1).to("cpu", torch.float32))
-            packed[name] = torch.cat(parts)
-        return packed
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        mine = self.state()
-        if sorted(state) != sorted(mine):
-            raise WireError(f"optimizer state has {sorted(state)}, expected {sorted(mine)}")
-        for name, tensor in mine.items():
-            if state[name].shape != tensor.shape or state[name].dtype != torch.float32:
-                raise WireError(f"optimizer state {name!r} has another size or dtype")
-        self._reset()
-        if not bool(state["started"]):
-            return
-        self._started.fill_(1.0)
-        position = dict.fromkeys(self._names(), 0)
-        for parameter, entry in zip(self._parameters, self._template, strict=True):
-            loaded: dict[str, Any] = {}
-            for name, like in entry.items():
-                begin, end = position[name], position[name] + like.numel()
-                position[name] = end
-                value = state[name][begin:end].reshape(like.shape).to(like.dtype)
-                loaded[name] = value.clone().to("cpu" if like.dim() == 0 else self._device)
-            self._optimizer.state[parameter] = loaded
-
-
-def _torch_class(name: str) -> type[torch.optim.Optimizer]:
-    found = getattr(torch.optim, name, None)
-    if (
-        not isinstance(found, type)
-        or not issubclass(found, torch.optim.Optimizer)
-        or found is torch.optim.Optimizer
-    ):
-        raise ConfigError(
-            f"[optimizer] unknown optimizer {name!r}",
-            "use AdamW, SGD or the name of a class in torch.optim",
-        )
-    return found
 
 
 BUILT_IN = {"AdamW": AdamW, "SGD": SGD}

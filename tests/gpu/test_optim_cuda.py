@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
+from swarm.config import OptimizerSection
 from swarm.optim import SGD, AdamW
 
 pytestmark = [
@@ -15,14 +14,7 @@ pytestmark = [
 ]
 
 
-@dataclass(frozen=True)
-class Settings:
-    name: str = "adamw"
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    momentum: float = 0.9
-    nesterov: bool = True
+SETTINGS = OptimizerSection(momentum=0.9, nesterov=True)
 
 
 @pytest.mark.parametrize("kind", [AdamW, SGD])
@@ -31,8 +23,8 @@ def test_cpu_and_gpu_hold_the_same_bits(kind: type[AdamW] | type[SGD]) -> None:
     torch.manual_seed(0)
     here = torch.randn(num)
     there = here.cuda()
-    on_cpu = kind(num, num_decayed, Settings())
-    on_gpu = kind(num, num_decayed, Settings(), "cuda")
+    on_cpu = kind(num, num_decayed, SETTINGS)
+    on_gpu = kind(num, num_decayed, SETTINGS, "cuda")
     for step in range(1, 21):
         gradient = torch.randn(num) * 10.0 ** (step % 9 - 6)
         on_cpu.step(here, gradient, lr=0.01 / step, scale=0.37, step=step)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -11,26 +10,17 @@ from torch import Tensor, nn
 from swarm.averaging import GroupAllReduce
 from swarm.averaging.policy import ExactPolicy, Update
 from swarm.compute import InlineCompute
+from swarm.config import OptimizerSection
 from swarm.model.layout import sha256_of
 from swarm.net.memory import MemoryNetwork
 from swarm.sim.virtual_time import run
 from swarm.stage_state import StageState
 
 
-@dataclass(frozen=True)
-class Settings:
-    name: str = "adamw"
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    momentum: float = 0.0
-    nesterov: bool = False
-
-
 def test_members_agree_and_nothing_changes_before_apply() -> None:
     def state() -> StageState:
         torch.manual_seed(0)
-        return StageState(nn.Linear(40, 30), Settings())  # type: ignore[arg-type]
+        return StageState(nn.Linear(40, 30), OptimizerSection())
 
     async def main() -> None:
         network = MemoryNetwork()
