@@ -1,7 +1,7 @@
 """The run's definition: `run.toml` as one frozen model, hashed into the run id.
 
 Everything in it is hashed, so two machines with the same run id train the same numbers; whatever
-does not change the numbers (ports, devices, slots, log levels) is a flag of a command and never a
+does not change the numbers (ports, devices, threads, log levels) is a flag of a command and never a
 field. What can only be known where the run is started (who leads, the bytes of the data) is
 *stamped* in there (`with_trainers`, `with_data_hashes`) before the id is taken.
 
@@ -64,8 +64,12 @@ def load_config(path: str | Path) -> RunConfig:
         raise ConfigError(f"no file {path}", "`swarm init` writes a commented one") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not UTF-8 text") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a directory", "name the run.toml in it") from None
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        raise ConfigError(
+            f"cannot read {path}: {error.strerror}", "name a run.toml that you may read"
+        ) from None
     return parse_toml(text, str(path))
 
 
@@ -139,19 +143,23 @@ def with_pretrained_hash(config: RunConfig) -> RunConfig:
     """
     if config.model.pretrained is None:
         return config
-    found = hash_directory(Path(config.model.pretrained))
+    with_tokenizer = config.data.tokenizer == "pretrained"
+    found = hash_directory(Path(config.model.pretrained), with_tokenizer=with_tokenizer)
     named = config.model.pretrained_sha256
     _check_hash("model.pretrained_sha256", named, found, f"{config.model.pretrained} here")
     return _stamped(config, "model", pretrained_sha256=found)
 
 
-def hash_directory(directory: Path) -> str:
-    """One sha256 over what training reads of a Hugging Face directory: config and weights."""
+def hash_directory(directory: Path, *, with_tokenizer: bool = False) -> str:
+    """One sha256 over what training reads of a Hugging Face directory: config and weights, and
+    the tokenizer if wanted."""
     digest = hashlib.sha256()
     try:
         paths = [directory / "config.json", *sorted(directory.glob("*.safetensors"))]
         if len(paths) == 1:
             raise DataError(f"no safetensors weights in {directory}", "give a local directory")
+        if with_tokenizer:
+            paths.append(directory / "tokenizer.json")
         for path in paths:
             with path.open("rb") as stream:
                 digest.update(f"{path.name}\n".encode())

@@ -93,12 +93,14 @@ class ModelSection(Section):
         "the seed. vocab_size left out is data.vocab_size; tie_word_embeddings left out is false.",
     )
     pretrained: LocalPath | None = Field(
-        default=None, description="A local Hugging Face directory to start from."
+        default=None,
+        description="A local Hugging Face directory to start from. Where its output layer is tied "
+        "to its embedding, the two start equal and are trained apart.",
     )
     pretrained_sha256: Sha256 | None = Field(
         default=None,
-        description="Hash of that directory's config and weights. Left out: taken where the run "
-        "is started.",
+        description="Hash of that directory's config and weights, and of its tokenizer where "
+        'data.tokenizer is "pretrained". Left out: taken where the run is started.',
     )
     pipeline: ObjectName | None = Field(
         default=None,
@@ -168,11 +170,16 @@ class DataSection(Section):
         default=None,
         description="File or directory for text and jsonl, relative to where the command runs.",
     )
-    tokenizer: Literal["bytes", "bpe"] = Field(
-        default="bytes", description="Bytes as they are, or a BPE trained once on the data."
+    tokenizer: Literal["bytes", "bpe", "pretrained"] = Field(
+        default="bytes",
+        description="Bytes as they are, a BPE trained once on the data, or the tokenizer.json in "
+        "model.pretrained.",
     )
     vocab_size: int = Field(
-        default=256, ge=2, le=2**24, description="Number of tokens; 256 for bytes."
+        default=256,
+        ge=2,
+        le=2**24,
+        description="Number of tokens; 256 for bytes, all of the tokenizer's for pretrained.",
     )
     sequence: int = Field(default=128, ge=1, le=2**24, description="Tokens per sequence.")
     train_sha256: Sha256 | None = Field(
@@ -394,6 +401,8 @@ class RunConfig(Section):
                 if custom
                 else 'data.source = "pipeline" needs model.pipeline'
             )
+        if self.data.tokenizer == "pretrained" and self.model.pretrained is None:
+            raise ValueError('data.tokenizer = "pretrained" needs model.pretrained')
         config = self.model.config
         if config is not None:
             # Written out here, so that the canonical form says what is trained. The dict is ours:

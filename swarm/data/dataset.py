@@ -238,6 +238,7 @@ def _open(
         cache_dir or default_cache_dir(),
         report,
         shard_bytes,
+        config.model.pretrained if data.tokenizer == "pretrained" else None,
     )
     windows = [
         TokenWindows(TokenReader(prepared.directory, part), data.sequence, part.dtype)

@@ -28,10 +28,11 @@ from swarm.data import sources
 from swarm.data.shards import SHARD_BYTES, Part, PartWriter, intact
 from swarm.data.sources import SourceFile
 from swarm.data.tokenizer import (
-    EOS_ID,
+    TOKENIZER_FILE,
     Tokenizer,
     byte_tokenizer,
     load_bpe,
+    load_pretrained,
     token_dtype,
     train_bpe,
 )
@@ -68,8 +69,11 @@ def prepare_tokens(
     cache_dir: Path,
     report: Report = lambda line: None,
     shard_bytes: int = SHARD_BYTES,
+    pretrained: str | None = None,
 ) -> Prepared:
     """The shards of a source; built unless the cache has them.
+
+    The tokenizer "pretrained" is that of the directory `pretrained`.
 
     Raises DataError for what is wrong with the data, StorageError for what is wrong with the cache.
     """
@@ -77,14 +81,16 @@ def prepare_tokens(
         root = cache_dir / "data"
         root.mkdir(parents=True, exist_ok=True)
     files, stamp = _hashed(root, source, path)
-    recipe = [_FORMAT, source, tokenizer, vocab_size, shard_bytes, [f.sha256 for f in files]]
+    given = load_pretrained(pretrained, vocab_size) if pretrained is not None else None
+    made_by = tokenizer if given is None else [tokenizer, given.eos_id, _digest(given)]
+    recipe = [_FORMAT, source, made_by, vocab_size, shard_bytes, [f.sha256 for f in files]]
     key = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]
     final = root / key
-    prepared = _load(final, tokenizer, vocab_size)
+    prepared = _load(final, tokenizer, vocab_size, given)
     if prepared is not None:
         return prepared
     with _storage(cache_dir), _locked(root / f"{key}.lock"):
-        prepared = _load(final, tokenizer, vocab_size)  # another process may have been first
+        prepared = _load(final, tokenizer, vocab_size, given)  # another process may have been first
         if prepared is not None:
             return prepared
         for left_over in root.glob(f"{key}.tmp-*"):  # of a process that was killed
@@ -92,14 +98,14 @@ def prepare_tokens(
         building = Path(tempfile.mkdtemp(prefix=f"{key}.tmp-", dir=root))
         try:
             report(f"preparing {len(files)} files of {source} data")
-            _build(building, source, files, tokenizer, vocab_size, report, shard_bytes)
+            _build(building, source, files, tokenizer, vocab_size, report, shard_bytes, given)
             if stamp != _stamp([f.path for f in files]):
                 raise DataError("the data changed while they were read", "try again")
             shutil.rmtree(final, ignore_errors=True)  # damaged, or _load had taken it
             building.rename(final)
         finally:
             shutil.rmtree(building, ignore_errors=True)
-        prepared = _load(final, tokenizer, vocab_size)
+        prepared = _load(final, tokenizer, vocab_size, given)
     if prepared is None:
         raise StorageError(f"what was written to {final} reads back changed", "check the disk")
     return prepared
@@ -113,9 +119,10 @@ def _build(
     vocab_size: int,
     report: Report,
     shard_bytes: int,
+    given: Tokenizer | None,
 ) -> None:
     share = sources.VALIDATION_SHARE
-    tokenizer = byte_tokenizer()
+    tokenizer = given or byte_tokenizer()
     if kind == "bpe":
         report(f"training a tokenizer of {vocab_size} tokens")
         blocks = sources.read_blocks(source, files, share)
@@ -149,7 +156,7 @@ def _write(
     def encode() -> None:
         import numpy as np
 
-        end = np.array([EOS_ID], dtype=dtype)
+        end = np.array([tokenizer.eos_id], dtype=dtype)
         encoded = tokenizer.encode_blocks([block.data for block in waiting])
         for block, tokens in zip(waiting, encoded, strict=True):
             writers[block.validation].append(tokens)
@@ -173,12 +180,16 @@ def _write(
     return train, validation
 
 
-def _load(directory: Path, kind: str, vocab_size: int) -> Prepared | None:
+def _digest(tokenizer: Tokenizer) -> str:
+    return hashlib.sha256(tokenizer.files[TOKENIZER_FILE]).hexdigest()
+
+
+def _load(directory: Path, kind: str, vocab_size: int, given: Tokenizer | None) -> Prepared | None:
     """The folder if it is whole, else None."""
     try:
         index = json.loads((directory / "index.json").read_text(encoding="utf-8"))
         parts = [Part.from_json(index[name]) for name in ("train", "validation")]
-        tokenizer = byte_tokenizer()
+        tokenizer = given or byte_tokenizer()
         if kind == "bpe":
             tokenizer = load_bpe(directory / "tokenizer.json", vocab_size)
     except (OSError, ValueError, KeyError, TypeError):

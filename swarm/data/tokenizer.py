@@ -3,13 +3,15 @@
 Why this way: bytes need no training and no file, and a swarm on bytes runs anywhere at once. The
 BPE is Hugging Face's own ByteLevel BPE, so what is exported is what was trained with. Bytes are
 exported as such a BPE without merges whose ids are the byte values. The two files AutoTokenizer
-reads are written here, not by `transformers`, which takes seconds to import.
+reads are written here, not by `transformers`, which takes seconds to import. A run that starts from
+a pretrained model can use that model's own tokenizer; its files are taken and exported as they
+are.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 EOS_ID = 0  # ends every document: the byte 0, or END_OF_TEXT, which the BPE learns first
+TOKENIZER_FILE = "tokenizer.json"
+_PRETRAINED_FILES = (TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json")
 _MAX_TRAINING_BYTES = 64 * 2**20  # of text that the BPE learns from
 
 
@@ -35,19 +39,24 @@ def token_dtype(vocab_size: int) -> str:
 class Tokenizer:
     """`encode`, `decode`, and the files that AutoTokenizer loads."""
 
-    def __init__(self, kind: str, vocab_size: int, backend: tokenizers.Tokenizer | None) -> None:
-        self.kind, self.vocab_size = kind, vocab_size
+    def __init__(
+        self,
+        kind: str,
+        vocab_size: int,
+        backend: tokenizers.Tokenizer | None,
+        *,
+        eos_id: int = EOS_ID,
+        files: Mapping[str, bytes] | None = None,
+    ) -> None:
+        self.kind, self.vocab_size, self.eos_id = kind, vocab_size, eos_id
+        self.files = dict(files or {})  # as they were read, where they are somebody else's
         self._backend = backend
-
-    @property
-    def eos_id(self) -> int:
-        return EOS_ID
 
     def encode(self, text: str) -> list[int]:
         """Text that looks like a special token is encoded as text."""
         if self._backend is None:
             return list(text.encode("utf-8", "replace"))
-        return list(self._backend.encode(text).ids)
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         """Inverse of `encode`; bytes that are not UTF-8 become U+FFFD, END_OF_TEXT is dropped."""
@@ -61,12 +70,17 @@ class Tokenizer:
         if self._backend is None:
             return [np.frombuffer(block, dtype=dtype) for block in blocks]
         texts = [block.decode("utf-8", "replace") for block in blocks]
-        return [np.array(e.ids, dtype=dtype) for e in self._backend.encode_batch_fast(texts)]
+        encoded = self._backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(each.ids, dtype=dtype) for each in encoded]
 
     def save_tokenizer(self, directory: str | Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, as AutoTokenizer reads them."""
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
+        if self.files:
+            for name, data in self.files.items():
+                (directory / name).write_bytes(data)
+            return
         backend = self._backend if self._backend is not None else _byte_backend()
         config: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
@@ -112,6 +126,72 @@ def load_bpe(path: Path, vocab_size: int) -> Tokenizer:
     except Exception as error:  # the library raises nothing more specific
         raise ValueError(f"{path} holds no tokenizer: {error}") from None
     return _bpe(backend, vocab_size)
+
+
+def load_pretrained(directory: str | Path, vocab_size: int) -> Tokenizer:
+    """The tokenizer of a local Hugging Face directory: its tokenizer.json, whatever its kind.
+
+    Documents end with the directory's end-of-text token; none else is added. Raises DataError.
+    """
+    import tokenizers
+
+    directory = Path(directory)
+    try:
+        files = {
+            name: (directory / name).read_bytes()
+            for name in _PRETRAINED_FILES
+            if name == TOKENIZER_FILE or (directory / name).is_file()
+        }
+    except OSError as error:
+        raise DataError(
+            f"cannot read {directory / TOKENIZER_FILE}: {(error.strerror or str(error)).lower()}",
+            'save it with AutoTokenizer(...).save_pretrained, or use data.tokenizer = "bytes"',
+        ) from None
+    try:
+        backend = tokenizers.Tokenizer.from_str(files[TOKENIZER_FILE].decode())
+    except Exception as error:  # the library raises nothing more specific
+        raise DataError(f"{directory / TOKENIZER_FILE} is no tokenizer: {error}") from None
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True  # a document cannot end itself by naming the token
+    largest = max(backend.get_vocab(with_added_tokens=True).values())
+    if largest >= vocab_size:
+        raise DataError(
+            f"the tokenizer of {directory} has {largest + 1} tokens but data.vocab_size is "
+            f"{vocab_size}",
+            f"set data.vocab_size = {largest + 1}",
+        )
+    eos_id = _end_of_text(directory, files, backend)
+    return Tokenizer("pretrained", vocab_size, backend, eos_id=eos_id, files=files)
+
+
+def _end_of_text(directory: Path, files: Mapping[str, bytes], backend: tokenizers.Tokenizer) -> int:
+    """As the tokenizer's own settings name it, else as the model's do."""
+    settings = _json_object(files.get("tokenizer_config.json", b""))
+    token = settings.get("eos_token")
+    if isinstance(token, dict):
+        token = token.get("content")
+    found = backend.token_to_id(token) if isinstance(token, str) else None
+    if found is None:
+        try:
+            found = _json_object((directory / "config.json").read_bytes()).get("eos_token_id")
+        except OSError:
+            found = None
+        found = found[0] if isinstance(found, list) and found else found
+    if isinstance(found, bool) or not isinstance(found, int) or backend.id_to_token(found) is None:
+        raise DataError(
+            f"the tokenizer of {directory} names no end of text",
+            "give eos_token in its tokenizer_config.json",
+        )
+    return found
+
+
+def _json_object(data: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def _bpe(backend: tokenizers.Tokenizer, vocab_size: int) -> Tokenizer:

@@ -103,6 +103,22 @@ def pretrained_config(directory: str | Path) -> Any:
     return config
 
 
+def is_tied(config: Any) -> bool:
+    """Whether the output layer is the embedding's own weight."""
+    return any(
+        bool(getattr(each, "tie_word_embeddings", False))
+        for each in (config, decoder_config(config))
+    )
+
+
+def untied(config: Any) -> Any:
+    """A copy of the config whose output layer is a weight of its own."""
+    config = copy.deepcopy(config)
+    for each in (config, decoder_config(config)):
+        each.tie_word_embeddings = False
+    return config
+
+
 def decoder_config(config: Any) -> Any:
     """The part of the config that describes the decoder (the whole one, for plain models)."""
     return config.get_text_config(decoder=True)
@@ -115,7 +131,7 @@ def check_config(config: Any, *, vocab_size: int, sequence: int) -> None:
         raise PipelineError(
             f"{config.model_type} is an encoder-decoder", "use a decoder-only model"
         )
-    if getattr(config, "tie_word_embeddings", False) or getattr(text, "tie_word_embeddings", False):
+    if is_tied(config):
         raise PipelineError(*TIED)
     if getattr(text, "output_router_logits", False):
         raise PipelineError(

@@ -8,7 +8,7 @@ never allocated. From a directory only the stage's tensors are read.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +47,18 @@ def draw(model: Any, seed: int) -> None:
             raise PipelineError(f"{type(model).__name__} does not initialise {name}")
 
 
-def load(model: Any, directory: str | Path) -> None:
-    """Fills a carved model's parameters from a Hugging Face directory. Raises ConfigError."""
-    get = _reader(Path(directory))
-    tensors = {name: get(name) for name, _ in model.named_parameters()}
+def load(model: Any, directory: str | Path, copied: Mapping[str, str] | None = None) -> None:
+    """Fills a carved model's parameters from a Hugging Face directory. Raises ConfigError.
+
+    `copied` names parameters that take another's weight: {their name: whose}.
+    """
+    get, copied = _reader(Path(directory)), copied or {}
+    tensors = {name: get(copied.get(name, name)) for name, _ in model.named_parameters()}
     if any(tensor is None for tensor in tensors.values()):
         # Names differ between file and model (prefixes, fused experts): let transformers convert,
         # at the price of the whole model in memory for a moment.
         whole = _converted(directory)
-        tensors = {name: whole.get(name) for name in tensors}
+        tensors = {name: whole.get(copied.get(name, name)) for name in tensors}
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             tensor = tensors[name]

@@ -19,7 +19,14 @@ from torch import Tensor
 
 from swarm.model.cut import choose_cut, stage_range
 from swarm.model.hf_carve import Anatomy, Reached, build_model, carve, trace
-from swarm.model.hf_config import check_config, decoder_config, inline_config, pretrained_config
+from swarm.model.hf_config import (
+    check_config,
+    decoder_config,
+    inline_config,
+    is_tied,
+    pretrained_config,
+    untied,
+)
 from swarm.model.hf_weights import allocate, draw, load
 from swarm.model.stage import Batch, ModelPipeline, Stage, torch_dtype
 from swarm.spec import TensorSpec
@@ -102,6 +109,9 @@ class HuggingFaceStage(Stage):
 class HuggingFacePipeline(ModelPipeline):
     """A Hugging Face config cut into stages. Raises PipelineError for what cannot be cut.
 
+    With `pretrained`, a local directory, stages start from its weights; a model whose output layer
+    is tied to its embedding is untied, the output starting as a copy.
+
     `check()` proves on a tiny model of the config that the cut changes no bit; it is for the one
     who starts a run, peers need not repeat it.
     """
@@ -120,6 +130,9 @@ class HuggingFacePipeline(ModelPipeline):
         dtype: str = "float32",
         pretrained: str | None = None,
     ) -> None:
+        tied = pretrained is not None and is_tied(config)
+        if tied:  # one weight cannot be on two stages: the output starts as a copy
+            config = untied(config)
         text = decoder_config(config)
         vocab_size = text.vocab_size if vocab_size is None else vocab_size
         check_config(config, vocab_size=vocab_size, sequence=sequence)
@@ -131,6 +144,7 @@ class HuggingFacePipeline(ModelPipeline):
         tokens = TensorSpec((microbatch_size, sequence), token_dtype(vocab_size))
         self.batch_spec = {"tokens": tokens, "targets": tokens}
         skeleton = build_model(config, empty=True)
+        self._copied = _output_from_input(skeleton) if tied else {}
         names = {name for name, _ in skeleton.named_parameters()}
         self.key_order = [key for key in skeleton.state_dict() if key in names]
         self.layer_costs = _costs(skeleton, text, self.anatomy, sequence)
@@ -176,7 +190,7 @@ class HuggingFacePipeline(ModelPipeline):
         if self.pretrained is None:
             draw(model, self.seed)
         else:
-            load(model, self.pretrained)
+            load(model, self.pretrained, self._copied)
         model.to(device)
         built.refresh_names()
         return built
@@ -192,6 +206,13 @@ class HuggingFacePipeline(ModelPipeline):
             from swarm.model.hf_check import check_splittable
 
             check_splittable(self.config)
+
+
+def _output_from_input(model: Any) -> dict[str, str]:
+    """The name of the output layer's weight, and whose copy it is where both are tied."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    output, source = model.get_output_embeddings(), model.get_input_embeddings()
+    return {names[id(output.weight)]: names[id(source.weight)]}
 
 
 def _costs(skeleton: Any, text: Any, anatomy: Anatomy, sequence: int) -> list[int]:

@@ -311,6 +311,24 @@ def test_the_pretrained_directory_is_stamped_and_checked(tmp_path: Path) -> None
     assert with_pretrained_hash(plain) is plain
 
 
+def test_a_pretrained_tokenizer_is_hashed_with_its_model(tmp_path: Path) -> None:
+    plain = f'[model]\npretrained = "{tmp_path}"\nstages = 2\n[schedule]\nsteps = 1\n'
+    own = plain + '[data]\ntokenizer = "pretrained"\nvocab_size = 300\n'
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(DataError, match=r"cannot read .*tokenizer\.json"):
+        with_pretrained_hash(parse_toml(own))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    stamped = with_pretrained_hash(parse_toml(own))
+    without = with_pretrained_hash(parse_toml(plain))
+    (tmp_path / "tokenizer.json").write_text("{ }")
+    with pytest.raises(DataError, match=r"model\.pretrained_sha256"):
+        with_pretrained_hash(stamped)
+    assert with_pretrained_hash(without) == without  # its tokens are bytes
+    with pytest.raises(ConfigError, match=r"needs model\.pretrained"):
+        parse_toml(SMALL + '[data]\ntokenizer = "pretrained"\n')
+
+
 def test_stamps_change_the_id_and_conflicts_are_refused() -> None:
     config = parse_toml(SMALL)
     led = with_trainers(config, ["12D3KooWabc"])

@@ -29,7 +29,7 @@ from swarm.data import (
 )
 from swarm.data import build_dataset as build
 from swarm.data.order import permuted
-from swarm.data.tokenizer import END_OF_TEXT, train_bpe
+from swarm.data.tokenizer import END_OF_TEXT, load_pretrained, train_bpe
 from swarm.errors import DataError, StorageError
 
 TEXT = "".join(f"line {i} of a small text, naïve and plain \U0001f600\n" for i in range(400))
@@ -467,3 +467,58 @@ def test_saved_tokenizers_load_in_hugging_face(tmp_path: Path) -> None:
             assert ids == tokenizer.encode(sample)
             assert loaded.decode(ids) == sample
     assert loaded.eos_token_id == SMALL_BPE.eos_id == 0
+
+
+def pretrained_tokenizer(directory: Path, **settings: Any) -> Path:
+    """A directory as others save it: another end, a start token that it puts before every text."""
+    import tokenizers
+
+    SMALL_BPE.save_tokenizer(directory)
+    backend = tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", backend.token_to_id("<s>"))]
+    )
+    backend.enable_truncation(8)
+    backend.enable_padding()
+    backend.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    return directory
+
+
+def test_the_tokenizer_of_a_pretrained_directory(text: Path, tmp_path: Path) -> None:
+    directory = pretrained_tokenizer(tmp_path / "model", eos_token="</s>")
+    tokenizer = load_pretrained(directory, 400)
+    end = tokenizer.eos_id
+    assert end == SMALL_BPE.vocab_size + 1
+    assert tokenizer.encode(TEXT[:300]) == SMALL_BPE.encode(TEXT[:300])  # no start, all of it
+    assert end not in tokenizer.encode("it says </s> here")
+    config = run_config(path=str(text), tokenizer="pretrained", vocab_size=400)
+    config.model.pretrained = str(directory)
+    cache = tmp_path / "cache"
+    dataset = build(config, cache)
+    assert dataset.tokenizer is not None
+    assert dataset.tokenizer.eos_id == end
+    first = dataset.stamps
+    copy = tmp_path / "copy"
+    dataset.tokenizer.save_tokenizer(copy)
+    assert (copy / "tokenizer.json").read_bytes() == (directory / "tokenizer.json").read_bytes()
+    assert prepare_data(config, cache) == first
+    pretrained_tokenizer(directory, eos_token={"content": END_OF_TEXT})
+    assert prepare_data(config, cache).train_sha256 != first.train_sha256  # documents end otherwise
+
+
+def test_a_pretrained_tokenizer_that_does_not_fit(tmp_path: Path) -> None:
+    directory = pretrained_tokenizer(tmp_path / "model")
+    with pytest.raises(DataError, match="names no end of text"):
+        load_pretrained(directory, 400)
+    (directory / "config.json").write_text('{"eos_token_id": [3, 4]}')
+    assert load_pretrained(directory, 400).eos_id == 3
+    with pytest.raises(DataError, match=f"set data.vocab_size = {SMALL_BPE.vocab_size + 2}$"):
+        load_pretrained(directory, SMALL_BPE.vocab_size)
+    (directory / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="is no tokenizer"):
+        load_pretrained(directory, 400)
+    (directory / "tokenizer.json").unlink()
+    with pytest.raises(DataError, match="save_pretrained"):
+        load_pretrained(directory, 400)

@@ -202,6 +202,32 @@ def test_what_is_refused_says_what_to_do(values: dict[str, Any], message: str) -
         )  # fmt: skip
 
 
+@pytest.mark.parametrize("family", ["gpt2", "gemma"])
+def test_a_tied_pretrained_directory_starts_with_a_copy(family: str, tmp_path: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = pipeline_of(family, [5]).config
+    source.tie_word_embeddings = True
+    build_model(source, empty=False).save_pretrained(tmp_path)
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
+    config = pretrained_config(tmp_path)
+    pipeline = HuggingFacePipeline(
+        config, seed=1, num_stages=2, microbatch_size=2, sequence=16, pretrained=str(tmp_path)
+    )
+    pipeline.check()
+    assert config.tie_word_embeddings  # the caller's own is as it was
+    assert pipeline.key_order[-1] == "lm_head.weight"
+    first, last = (pipeline.build_stage(k) for k in range(2))
+    weights = dict(last.named_parameters())
+    embedding = dict(first.named_parameters()).keys() - weights.keys()
+    assert torch.equal(weights["lm_head.weight"], whole.get_input_embeddings().weight)
+    assert any("wte" in name or "embed_tokens" in name for name in embedding)
+    _, split = run(pipeline)
+    logits = whole.eval()(input_ids=a_batch()["tokens"].long(), use_cache=False).logits
+    assert torch.equal(split["logits"], logits)
+
+
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_a_pretrained_directory_gives_each_stage_its_tensors(family: str, tmp_path: Any) -> None:
     source = pipeline_of(family, [5])
