@@ -18,10 +18,12 @@ def show_status(where: str | None, *, as_json: bool) -> None:
     """`swarm status`: of a run directory on this machine, or of a swarm by its link.
 
     With neither: of $SWARM_JOIN, of the newest run in `runs/` here, or of the last swarm joined.
+    Whatever the leader or the file says, this prints text that harms no terminal, or valid JSON.
     """
     from peer.serve import JOIN_VARIABLE, last_swarm
     from peer.view import print_status
-    from swarm.events import read_status
+    from swarm.events import plain_json, read_status
+    from swarm.words import number
 
     where = where or os.environ.get(JOIN_VARIABLE) or _newest_run() or last_swarm()
     if where is None:
@@ -36,12 +38,14 @@ def show_status(where: str | None, *, as_json: bool) -> None:
             raise JoinError(f"{where} is no run directory with a status", "give a link or RUN_DIR")
         status = found
     if as_json:
-        print(json.dumps(status))
+        print(json.dumps(plain_json(status, limit=None), allow_nan=False))
         return
     print_status(status)
-    age_s = time.time() - float(status.get("updated_at") or 0.0)
+    updated_at = number(status.get("updated_at"))
+    age_s = time.time() - updated_at
     if status.get("state") not in ("finished", "failed") and age_s > STALE_S:
-        print(f"as of {_ago(age_s)} ago: its leader does not run now")
+        when = f"{_ago(age_s)} ago" if updated_at > 0 else "an unknown time"
+        print(f"as of {when}: its leader does not run now")
 
 
 def _newest_run() -> str | None:

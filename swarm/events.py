@@ -65,7 +65,7 @@ class EventLog:
         """Note an event; returns it as readers will see it."""
         now = self._clock()
         line = {"t": round(now, 3), "event": event[:40]}
-        line.update((str(key)[:40], _plain(value)) for key, value in facts.items())
+        line.update((str(key)[:40], plain_json(value)) for key, value in facts.items())
         data = json.dumps(line, separators=(",", ":"), ensure_ascii=False).encode(
             "utf-8", "replace"
         )
@@ -204,7 +204,7 @@ def write_status(path: str | Path, status: Mapping[str, Any]) -> bool:
     """Replace a status file: readers see the old or the new one. False when the disk refuses."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    data = json.dumps(_plain(status, limit=None), separators=(",", ":"), ensure_ascii=False)
+    data = json.dumps(plain_json(status, limit=None), separators=(",", ":"), ensure_ascii=False)
     try:
         temporary.write_bytes(data.encode("utf-8", "replace"))
         os.replace(temporary, path)
@@ -241,8 +241,11 @@ def _parse(data: bytes) -> Iterator[dict[str, Any]]:
                 yield value
 
 
-def _plain(value: Any, depth: int = 0, limit: int | None = _MAX_TEXT) -> Any:
-    """What JSON can say of a value; numbers that JSON has not (inf, nan) become null."""
+def plain_json(value: Any, depth: int = 0, limit: int | None = _MAX_TEXT) -> Any:
+    """What JSON can say of a value; numbers that JSON has not (inf, nan) become null.
+
+    Texts are cut at `limit` characters; what lies deeper than six levels becomes text.
+    """
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
@@ -250,7 +253,7 @@ def _plain(value: Any, depth: int = 0, limit: int | None = _MAX_TEXT) -> Any:
     if isinstance(value, str):
         return value if limit is None or len(value) <= limit else value[: limit - 1] + "…"
     if depth < 6 and isinstance(value, Mapping):
-        return {str(key): _plain(each, depth + 1, limit) for key, each in value.items()}
+        return {str(key): plain_json(each, depth + 1, limit) for key, each in value.items()}
     if depth < 6 and isinstance(value, list | tuple):
-        return [_plain(each, depth + 1, limit) for each in value]
-    return _plain(str(value), depth, limit)
+        return [plain_json(each, depth + 1, limit) for each in value]
+    return plain_json(str(value), depth, limit if limit is not None else _MAX_TEXT)

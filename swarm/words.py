@@ -6,6 +6,7 @@ text loses what could steer a terminal (control and direction characters) and it
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -45,8 +46,10 @@ ASCII = Glyphs(
 
 def number(value: Any, default: float = 0.0) -> float:
     """A finite number, or the default."""
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-        return float(value)
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):  # an integer beyond all floats
+            if math.isfinite(value):
+                return float(value)
     return default
 
 

@@ -1,0 +1,93 @@
+"""`swarm status` of a leader, or a file, that says anything: a picture or valid JSON, no more."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import peer.status
+from peer.cli import app
+
+LINK = "swarm://anything"
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=20)
+    | st.binary(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+KEYS = st.sampled_from(
+    ["run", "state", "reason", "step", "num_steps", "loss", "losses", "validation_loss", "tokens",
+     "tokens_per_s", "in_flight", "microbatches", "num_stages", "replicas", "bytes", "started_at",
+     "updated_at", "epoch", "term"]
+)  # fmt: skip
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, status: dict[str, Any], *flags: str) -> str:
+    async def ask(link: str) -> dict[str, Any]:
+        return status
+
+    monkeypatch.setattr(peer.status, "_ask_status", ask)
+    result = CliRunner().invoke(app, ["status", LINK, *flags])
+    assert result.exit_code == 0, result.output
+    assert result.stderr == ""
+    return result.stdout
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(status=st.dictionaries(KEYS, ANYTHING, max_size=8))
+def test_whatever_a_leader_says(status: dict[str, Any]) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        printed = shown(monkeypatch, status, "--json")
+        assert isinstance(json.loads(printed, parse_constant=refuse), dict)
+        shown(monkeypatch, status)
+
+
+@pytest.mark.parametrize(
+    "updated_at", [math.nan, math.inf, -math.inf, 10**400, -1, "now", [1], {"a": 1}, None, b"x"],
+    ids=repr,
+)  # fmt: skip
+def test_a_time_that_is_none(monkeypatch: pytest.MonkeyPatch, updated_at: Any) -> None:
+    status = {"state": "training", "updated_at": updated_at}
+    assert "as of an unknown time: its leader does not run" in shown(monkeypatch, status)
+    json.loads(shown(monkeypatch, status, "--json"), parse_constant=refuse)
+
+
+def test_how_old_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = {"state": "training", "updated_at": time.time() - 7300}
+    assert "as of 2 hours ago: its leader does not run now" in shown(monkeypatch, status)
+    assert "as of" not in shown(monkeypatch, {**status, "updated_at": time.time() + 60})
+    assert "as of" not in shown(monkeypatch, {**status, "state": "finished"})
+
+
+def test_deep_and_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    deep: Any = "bottom"
+    for _ in range(200):
+        deep = [deep]
+    printed = json.loads(shown(monkeypatch, {"run": deep, "reason": "x" * 10**6}, "--json"))
+    assert len(json.dumps(printed["run"])) < 1000
+    assert printed["reason"] == "x" * 10**6
+    status = tmp_path / "status.json"
+    for text in ("[" * 10**5, "{}]", '"finished"', '{"step": ' + "9" * 5000 + "}", "\x00"):
+        status.write_text(text)
+        result = CliRunner().invoke(app, ["status", str(tmp_path)])
+        assert result.exit_code == 4, result.output
+        assert result.stderr.startswith("error: ")
+        assert result.stderr.count("\n") == 1
