@@ -121,7 +121,6 @@ class Swarm:
             identity_path=folder / "identity.key",
             threads=1,
             device="cpu",
-            slots=options.slots,
         )
 
     def pids(self) -> dict[str, int]:
@@ -221,7 +220,6 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--wire", default="float32", help="codec of the activations")
     parser.add_argument("--accumulate", default="float32", help="of the swarm; others use float32")
-    parser.add_argument("--slots", type=int, help="microbatches in flight per replica")
     parser.add_argument("--stage-seconds", type=float, default=15.0)
     parser.add_argument(
         "--limit-s", type=float, default=1680.0, help="rounds beyond this are left out"

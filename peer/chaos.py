@@ -295,8 +295,9 @@ def run_chaos(
     directory: Path | None,
 ) -> bool:
     """`swarm chaos`. Whether nothing was lost, nothing counted twice, and the bits are equal."""
-    from peer.commands import fresh_directory, importing, spare_identity, stamped
+    from peer.commands import importing, spare_identity, stamped
     from peer.local import parse_peers
+    from peer.places import fresh_directory
     from swarm.config import load_config
 
     config = load_config(path)

@@ -13,12 +13,11 @@ from typing import Annotated, Any
 import typer
 
 from peer.cli_errors import fail_in_one_line
-from swarm.errors import ConfigError, StorageError
+from swarm.errors import StorageError
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 app = typer.Typer(
     name="swarm",
-    help="Train one large model together: lead, watch and export runs.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -52,6 +51,27 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:i.")]
 LISTEN = ["/ip4/0.0.0.0/tcp/0"]
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"swarm-parallel {version('swarm-parallel')}")
+        raise typer.Exit
+
+
+Version = Annotated[
+    bool,
+    typer.Option(
+        "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+    ),
+]
+
+
+@app.callback()
+def of_all_commands(version: Version = False) -> None:
+    """Train one large model together: lead, watch and export runs."""
+
+
 @app.command()
 def init(
     path: Annotated[Path, typer.Argument(help="File to write.")] = Path("run.toml"),
@@ -65,8 +85,15 @@ def init(
             raise StorageError(f"{path} exists already", "name another file, or remove it first")
         try:
             path.write_text(default_toml())
+        except FileNotFoundError:
+            raise StorageError(
+                f"there is no directory {path.parent}", f"make it first: mkdir -p {path.parent}"
+            ) from None
         except OSError as error:
-            raise StorageError(f"cannot write {path}: {error.strerror}") from None
+            raise StorageError(
+                f"cannot write {path}: {(error.strerror or str(error)).lower()}",
+                "name a file in a directory that you may write to",
+            ) from None
         typer.echo(f"wrote {path}; now: swarm up {path}")
 
 
@@ -389,6 +416,7 @@ def serve(
     name: Annotated[
         str, typer.Option(help="Name yourself in public as a contributor [default: unnamed].")
     ] = "",
+    version: Version = False,
     debug: Debug = False,
 ) -> None:
     """Serve a stage of a swarm with this machine.
@@ -400,7 +428,7 @@ def serve(
 
         serve_stage(
             join,
-            stages=_stage_numbers(stage),
+            stage=stage,
             device=device,
             threads=threads,
             memory_mib=memory,
@@ -414,18 +442,6 @@ def serve(
             pretrained=pretrained,
             name=name,
         )
-
-
-def _stage_numbers(text: str) -> tuple[int, ...]:
-    """The stages named; none for `auto`."""
-    if text == "auto":
-        return ()
-    numbers = text.split(",")
-    if not all(each.isascii() and each.isdigit() for each in numbers):
-        raise ConfigError(
-            f"--stage {text!r} is neither auto nor a number", "try --stage auto, or --stage 0,2"
-        )
-    return tuple(dict.fromkeys(int(each) for each in numbers))
 
 
 def main() -> None:

@@ -2,95 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import os
-import re
-import signal
-import socket
+import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from peer.interrupt import until_interrupted
+from peer.places import data_home, fresh_directory, is_free, run_directory, tcp_ports
 from swarm.config import RunConfig, canonical_bytes, load_config, with_trainers
 from swarm.errors import ConfigError, JoinError, StorageError
 
 if TYPE_CHECKING:
     from peer.local_process import ForkServer
     from swarm.net.identity import Identity
-
-T = TypeVar("T")
-_TCP_PORT = re.compile(r"/tcp/([0-9]+)(?=/|$)")
-
-
-def data_home() -> Path:
-    """Where identities live unless a flag says otherwise (XDG base directories)."""
-    base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
-    return Path(base) / "swarm-parallel"
-
-
-def run_directory(config: RunConfig, chosen: Path | None) -> Path:
-    """`runs/NAME-ID` here, unless chosen otherwise."""
-    safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in config.run.name)
-    return chosen or Path("runs") / f"{safe}-{config.run_id[:8]}"
-
-
-def fresh_directory(config: RunConfig, chosen: Path | None) -> Path:
-    """Like `run_directory`, but one in which nothing has been trained yet.
-
-    Raises StorageError when a chosen one holds a run.
-    """
-    first = run_directory(config, chosen)
-    if chosen is not None and (chosen / "run.json").exists():
-        raise StorageError(f"{chosen} holds a run already", "choose another directory with --dir")
-    path, number = first, 1
-    while (path / "run.json").exists():
-        number += 1
-        path = first.with_name(f"{first.name}-{number}")
-    return path
-
-
-def until_interrupted(
-    main: Coroutine[Any, Any, T], on_first: Callable[[], Coroutine[Any, Any, bool]] | None = None
-) -> T:
-    """Run `main`. The first SIGINT, SIGTERM or SIGHUP runs `on_first` and then cancels `main`,
-    unless that says it will end by itself; the second ends the process at once.
-
-    Raises KeyboardInterrupt when `main` was cancelled so.
-    """
-
-    async def guarded() -> T:
-        loop = asyncio.get_running_loop()
-        task = loop.create_task(main)
-        leaving: list[asyncio.Task[None]] = []
-
-        async def leave() -> None:
-            ends_itself = False
-            try:
-                ends_itself = on_first is not None and await on_first()
-            finally:
-                if not ends_itself:
-                    task.cancel()
-
-        def on_signal() -> None:
-            if leaving:
-                os._exit(130)
-            leaving.append(loop.create_task(leave()))
-
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, on_signal)
-        try:
-            return await task
-        except asyncio.CancelledError:
-            if leaving:
-                raise KeyboardInterrupt from None
-            raise
-        finally:
-            for each in leaving:
-                each.cancel()
-
-    return asyncio.run(guarded())
 
 
 # ---- swarm train --------------------------------------------------------------------------------
@@ -226,7 +152,13 @@ def stamped(config: RunConfig, trainer: str) -> RunConfig:
     from peer.launch import stamp
 
     print("checking data and model", flush=True)  # the first time it reads and hashes all data
-    return stamp(config, trainer)
+    config = stamp(config, trainer)
+    if config.model.pretrained is not None:
+        from swarm.model.hf_config import is_tied, pretrained_config
+
+        if is_tied(pretrained_config(config.model.pretrained)):
+            print("its output layer is tied to its embedding: they start equal, trained apart")
+    return config
 
 
 def committed_steps(run_dir: Path) -> int:
@@ -253,20 +185,10 @@ def ports_as_before(run_dir: Path, listen: Sequence[str]) -> list[str]:
     from swarm.events import read_status
 
     link = str(((read_status(run_dir / "status.json") or {}).get("run") or {}).get("link", ""))
-    ports = dict.fromkeys(_TCP_PORT.findall(link))
-    if len(ports) != 1 or not _is_free(port := int(next(iter(ports)))):
+    ports = set(tcp_ports(link))
+    if len(ports) != 1 or not is_free(port := next(iter(ports))):
         return list(listen)
     return [f"{each[:-1]}{port}" if each.endswith("/tcp/0") else each for each in listen]
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-        except (OSError, OverflowError):
-            return False
-    return True
 
 
 # ---- swarm up -----------------------------------------------------------------------------------
@@ -384,19 +306,27 @@ def run_baseline(
 
 
 def evaluate_export(directory: Path, run: Path, microbatches: int) -> dict[str, Any]:
-    """`swarm eval`: loss of an exported model on a run's validation data."""
+    """`swarm eval`: loss of an exported model on a run's validation data.
+
+    How far it is goes to stderr where that is a terminal; stdout holds the result alone.
+    """
     import torch
+    from rich.console import Console
+    from rich.progress import track
 
     from peer.launch import open_data, stamp
     from swarm.model.generate import evaluate, load_exported
 
     config = load_config(run)
+    progress = Console(stderr=True, highlight=False, quiet=not sys.stderr.isatty())
+    progress.print("loading the model")
     model = load_exported(directory)
+    progress.print("checking data and model")
     config = stamp(config, "eval")
-    dataset = open_data(config)
-    batches = (
-        {name: torch.from_numpy(array) for name, array in dataset.validation_batch(i).items()}
-        for i in range(microbatches)
-    )
-    result = evaluate(model, batches)
+    with contextlib.closing(open_data(config)) as dataset:
+        batches = (
+            {name: torch.from_numpy(array) for name, array in dataset.validation_batch(i).items()}
+            for i in track(range(microbatches), "evaluating", console=progress, transient=True)
+        )
+        result = evaluate(model, batches)
     return {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import typer
 
-from peer.commands import fresh_directory, importing, spare_identity, stamped
+from peer.commands import importing, spare_identity, stamped
 from peer.export import export_checkpoint
 from peer.local import LocalSwarm, num_cores
+from peer.places import fresh_directory
 from peer.show import follow
 from swarm.config import parse_toml
 from swarm.config_text import default_toml

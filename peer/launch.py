@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from peer.flags import check_device_name
 from peer.leader import Plan
 from swarm.config import (
     RunConfig,
@@ -101,9 +102,8 @@ def choose_device(wanted: str) -> str:
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     if wanted == "cpu":
         return "cpu"
-    kind, _, number = wanted.partition(":")
-    if kind != "cuda" or not (number or "0").isascii() or not (number or "0").isdigit():
-        raise DeviceError(f"no device is called {wanted!r}", "use auto, cpu, cuda or cuda:0")
+    check_device_name(wanted)
+    number = wanted.partition(":")[2]
     available = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if int(number or 0) >= available:
         raise DeviceError(

@@ -15,9 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import re
 import signal
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +30,8 @@ from peer.local_table import (
     num_cores,
     parse_peers,
 )
+from peer.local_warm_up import PRELOAD, warm_up
+from peer.places import is_free, tcp_ports
 from swarm.config import RunConfig
 from swarm.errors import ConfigError, SwarmError
 from swarm.net.link import parse_link
@@ -44,7 +44,6 @@ NO_STAGE = -1
 _TICK_S = 2.0
 _PORT_POLL_S = 0.05
 _PORT_LIMIT_S = 15.0
-_TCP_PORT = re.compile(r"/tcp/([0-9]+)")
 
 
 class LocalSwarm:
@@ -56,7 +55,7 @@ class LocalSwarm:
     step's line of the report.
     """
 
-    preload_target = "peer.local_entry:preload"
+    preload_target = PRELOAD
     leader_target = "peer.local_entry:leader"
     peer_target = "peer.local_entry:peer"
     web_target = "peer.web_entry:local_dashboard"
@@ -72,7 +71,6 @@ class LocalSwarm:
         report: Path | None = None,
         threads: int | None = None,
         device: str = "auto",
-        slots: int | None = None,
         deadline_s: float | None = None,
         listen: Sequence[str] = LOOPBACK,
         drain_s: float = 10.0,
@@ -97,7 +95,7 @@ class LocalSwarm:
         self.server_pid = 0
         self._wanted = list(peers)
         self._steps, self._report_path, self._device = steps, report, device
-        self._slots, self._listen, self._drain_s = slots, list(listen), drain_s
+        self._listen, self._drain_s = list(listen), drain_s
         self._deadline_s, self._cache_dir, self._web = deadline_s, cache_dir, web
         self.url = ""  # of the dashboard
         self._say, self._on_step = say, on_step
@@ -223,7 +221,7 @@ class LocalSwarm:
         listen = [each.partition("/p2p/")[0] for each in parse_link(self.link).addresses]
         async with asyncio.timeout(_PORT_LIMIT_S):
             # Its daemon outlives it by 1 to 3 s; nothing tells when the port is free.
-            while not all(_is_free(each) for each in listen):  # noqa: ASYNC110
+            while not all(is_free(port) for each in listen for port in tcp_ports(each)):  # noqa: ASYNC110
                 await asyncio.sleep(_PORT_POLL_S)
         self._linked.clear()
         self._deadline_s = deadline_s
@@ -297,7 +295,6 @@ class LocalSwarm:
             "steps": self._steps,
             "report": None if self._report_path is None else str(self._report_path),
             "start_with": self._start_with(),
-            "slots": self._slots,
             "deadline_s": self._deadline_s,
             "listen": list(listen),
             "cache_dir": None if self._cache_dir is None else str(self._cache_dir),
@@ -330,7 +327,6 @@ class LocalSwarm:
             "device": self._device,
             "threads": process.threads,
             "listen": self._listen,
-            "slots": self._slots,
             "drain_s": self._drain_s,
             "allow_pipeline": self.config.model.pipeline,
             "pretrained": self.config.model.pretrained,
@@ -438,56 +434,6 @@ class LocalSwarm:
             await asyncio.sleep(_TICK_S)
             for process in self.processes.values():
                 bound_log(process.log)
-
-
-def _is_free(address: str) -> bool:
-    """Whether a TCP multiaddress of this machine can be listened on; true if it names no port."""
-    found = _TCP_PORT.search(address)
-    if found is None:
-        return True
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", int(found.group(1))))
-        except OSError:
-            return False
-    return True
-
-
-def warm_up(
-    config: RunConfig, threads: int = 1, preload: str = LocalSwarm.preload_target
-) -> ForkServer:
-    """Begin to import what a swarm of this config needs, in a process of its own.
-
-    For `LocalSwarm(server=...)`: while it imports, the caller can prepare data and stamp the
-    config. If nothing comes of that, `close()` it.
-    """
-    arguments = {"model_type": _model_type(config)}
-    return ForkServer(preload, arguments, environment=_environment(threads))
-
-
-def _model_type(config: RunConfig) -> str | None:
-    """Of a Hugging Face model ("" where it cannot be told); None for the user's own modules."""
-    if config.model.pipeline is not None:
-        return None
-    model = config.model.config
-    if config.model.pretrained is not None:
-        with contextlib.suppress(OSError, ValueError):
-            model = json.loads((Path(config.model.pretrained) / "config.json").read_text())
-    found = model.get("model_type") if isinstance(model, Mapping) else None
-    return found if isinstance(found, str) else ""
-
-
-def _environment(threads: int) -> dict[str, str]:
-    """Of the fork server, read when its imports load the libraries; numpy's BLAS would start its
-    threads there and then."""
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "OPENBLAS_NUM_THREADS": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for GPUs must not start CUDA before forks
-    }
 
 
 def _error_from(message: Mapping[str, Any]) -> SwarmError:

@@ -64,7 +64,6 @@ def leader(arguments: Mapping[str, Any], tell: Tell) -> int:
             steps=arguments["steps"],
             report=_path(arguments["report"]),
             start_with={int(stage): count for stage, count in arguments["start_with"].items()},
-            slots=arguments["slots"],
             deadline_s=arguments["deadline_s"],
             on_link=lambda link: tell({"link": link}),
             on_step=lambda result: tell({"step": step_line(result)}),
@@ -90,7 +89,6 @@ def peer(arguments: Mapping[str, Any], tell: Tell) -> int:
             device=arguments["device"],
             threads=arguments["threads"],
             listen=arguments["listen"],
-            slots=arguments["slots"],
             allow_pipeline=arguments["allow_pipeline"],
             pretrained=_path(arguments["pretrained"]),
         )
@@ -104,9 +102,8 @@ def peer(arguments: Mapping[str, Any], tell: Tell) -> int:
         process = PeerProcess(parse_link(arguments["join"]), identity, options, say=say)
         await process.run()
 
-    async def drain() -> None:
-        if process is not None:
-            await process.drain(arguments["drain_s"])
+    async def drain() -> bool:
+        return process is not None and await process.drain(arguments["drain_s"])
 
     return run(main, tell, threads=arguments["threads"], drain=drain)
 
@@ -116,9 +113,12 @@ def run(
     tell: Tell,
     *,
     threads: int,
-    drain: Callable[[], Awaitable[None]] | None = None,
+    drain: Callable[[], Awaitable[bool]] | None = None,
 ) -> int:
-    """Run `main` to its end, or until SIGTERM; returns the exit code. Never raises."""
+    """Run `main` to its end, or until SIGTERM; returns the exit code. Never raises.
+
+    `drain` leaves politely first, and tells whether `main` then ends by itself.
+    """
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     try:
         _settle(threads)
@@ -137,18 +137,19 @@ def run(
 
 
 async def _until_told(
-    main: Callable[[], Coroutine[Any, Any, None]], drain: Callable[[], Awaitable[None]] | None
+    main: Callable[[], Coroutine[Any, Any, None]], drain: Callable[[], Awaitable[bool]] | None
 ) -> None:
     task = asyncio.create_task(main())
     draining: list[asyncio.Task[None]] = []
     loop = asyncio.get_running_loop()
 
     async def leave() -> None:
+        ends_itself = False
         try:
-            if drain is not None:
-                await drain()
+            ends_itself = drain is not None and await drain()
         finally:
-            task.cancel()
+            if not ends_itself:
+                task.cancel()
 
     def stop() -> None:
         if not draining and drain is not None:

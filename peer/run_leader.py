@@ -34,15 +34,16 @@ from peer.trainer import Trainer
 from swarm.config import RunConfig, canonical_bytes
 from swarm.data.dataset import Dataset
 from swarm.errors import StorageError, SwarmError
-from swarm.events import EventLog, write_status
+from swarm.events import EventLog, read_status, write_status
 from swarm.model import build_pipeline
 from swarm.net.channel import Channel, Message, Method, no_tensors
 from swarm.net.identity import Identity
-from swarm.net.link import format_link, group_by_peer
+from swarm.net.link import MAX_LINK_CHARS, format_link, group_by_peer
 from swarm.net.links import Links
 from swarm.net.records import leader_key
 from swarm.tasks import TaskSet
 from swarm.terms import new_incarnation
+from swarm.words import clean, mapping
 
 log = logging.getLogger(__name__)
 ANNOUNCE_S = 20.0
@@ -67,7 +68,6 @@ class LeaderProcess:
         steps: int | None = None,
         report: Path | None = None,
         start_with: Mapping[int, int] | None = None,
-        slots: int | None = None,
         deadline_s: float | None = None,
         on_link: Callable[[str], None] = lambda link: None,
         on_step: Callable[[StepResult], None] = lambda result: None,
@@ -86,7 +86,7 @@ class LeaderProcess:
         self.report = ReportWriter(report)
         self.status = Status(config.run_id, config.run.name, self.num_steps, self.pipeline)
         self._on_link, self._on_step, self._show = on_link, on_step, show
-        self._slots, self._cache_dir, self._lan = slots, cache_dir, lan
+        self._cache_dir, self._lan = cache_dir, lan
         self._bootstrap = tuple(bootstrap)
         self._addresses: dict[str, tuple[str, ...]] = group_by_trainer(bootstrap)
         self._shown: Mapping[str, Any] = self.status.as_dict()  # the status as last built
@@ -108,11 +108,13 @@ class LeaderProcess:
             stack.callback(disk.close)
             stack.callback(self.report.close)
             stack.callback(self.events.close)
+            self._begin_status()
+            stack.callback(self._write_status)
+            stack.push(self._note_failure)
             node = await Node.open(
                 self.identity, listen=listen, announce=announce, bootstrap=self._bootstrap
             )
             stack.push_async_callback(node.close)
-            stack.callback(self._write_status)
             trainer = self._make_trainer(node, disk, dataset)
             stack.push_async_callback(trainer.links.aclose)
             stack.push_async_callback(trainer.aclose)
@@ -123,11 +125,18 @@ class LeaderProcess:
             trainer.links.serve()
             await stack.enter_async_context(self._on_lan(node))
             self._on_link(self.status.link)
-            try:
-                return await trainer.run()
-            except SwarmError as error:
-                self.status.state, self.status.reason = "failed", str(error)
-                raise
+            return await trainer.run()
+
+    def _begin_status(self) -> None:
+        """From now on the status is that of this life; until it has a link, the former's stands
+        in it, for it says at which port peers look for us."""
+        former = read_status(self.run_dir / "status.json") or {}
+        self.status.link = clean(mapping(former.get("run")).get("link"), MAX_LINK_CHARS)
+        self._write_status()
+
+    def _note_failure(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, SwarmError):
+            self.status.state, self.status.reason = "failed", str(error)
 
     def _make_trainer(
         self, node: Node, disk: FileDisk, dataset: Dataset
@@ -161,7 +170,6 @@ class LeaderProcess:
                 dataset,
                 quorum,
                 seed=self.config.run.seed,
-                slots=self._slots,
                 same_numerics=not has_portable_optimizer(self.config),
                 probe=self._note,
             )

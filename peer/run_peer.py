@@ -50,8 +50,6 @@ class PeerOptions:
     memory_mib: int | None = None
     listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",)
     announce: Sequence[str] = ()
-    slots: int | None = None
-    afab: bool = False
     allow_pipeline: str | None = None
     pretrained: Path | None = None
     name: str = ""  # shown in public with what this peer has done
@@ -205,7 +203,7 @@ class PeerProcess:
         self, node: Node, links: Links, config: RunConfig, pipeline: ModelPipeline, device: str
     ) -> None:
         run_id, trainers = config.run_id, config.run.trainers
-        compute = WatchedCompute(ThreadCompute(afab=self.options.afab))
+        compute = WatchedCompute(ThreadCompute())
         self.say("measuring this device")
         speed = await device_speed(compute, device)
         free_bytes = device_memory(device)
@@ -244,8 +242,6 @@ class PeerProcess:
                 stage=stage,
                 accumulate=config.update.accumulate,
                 codecs=BoundaryCodecs.of(config),
-                slots=self.options.slots,
-                afab=self.options.afab,
                 kept_bytes=kept_mib << 20,
                 device=device,
                 numerics=numerics_of(config, device),

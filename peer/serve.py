@@ -9,7 +9,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from peer.commands import data_home, until_interrupted
+from peer.flags import (
+    check_device_name,
+    check_pipeline_name,
+    check_pretrained_directory,
+    stage_numbers,
+)
+from peer.interrupt import until_interrupted
+from peer.places import data_home
 from swarm.errors import JoinError, StorageError
 from swarm.words import clean
 
@@ -22,7 +29,7 @@ MAX_NAME_CHARS = 40
 def serve_stage(
     join: str | None,
     *,
-    stages: Sequence[int],
+    stage: str,
     device: str,
     threads: int | None,
     memory_mib: int | None,
@@ -36,11 +43,18 @@ def serve_stage(
     pretrained: Path | None,
     name: str,
 ) -> None:
-    """`swarm-peer`: serve stages until the run is finished or the user has enough."""
-    from peer.run_peer import PeerOptions, PeerProcess
+    """`swarm-peer`: serve stages until the run is finished or the user has enough.
+
+    What the user typed is checked first, then a line is said, and only then come the imports that
+    take seconds.
+    """
     from swarm.net.identity import claim_identity, claim_identity_file
     from swarm.net.link import parse_link
 
+    stages = stage_numbers(stage)
+    check_device_name(device)
+    check_pipeline_name(allow_pipeline)
+    check_pretrained_directory(pretrained)
     home = data_dir or data_home() / "peer"
     if lan:
         join = _find_on_lan()
@@ -51,6 +65,10 @@ def serve_stage(
             "ask whoever leads a run for its link (swarm train prints it) and pass --join LINK",
         )
     link = parse_link(join)
+    mine = claim_identity_file(identity) if identity else claim_identity(home)
+    print("starting", flush=True)
+    from peer.run_peer import PeerOptions, PeerProcess
+
     options = PeerOptions(
         stages=stages,
         device=device,
@@ -62,7 +80,6 @@ def serve_stage(
         pretrained=pretrained,
         name=clean(name, MAX_NAME_CHARS),
     )
-    mine = claim_identity_file(identity) if identity else claim_identity(home)
 
     def remember(worked: str) -> None:
         from peer.disk import write_durably

@@ -17,7 +17,8 @@ def run_dashboard(
     join: str | None, *, host: str, port: int | None, data_dir: Path | None, hide_join: bool
 ) -> None:
     """`swarm dashboard`: serve a page about a swarm until interrupted."""
-    from peer.commands import data_home, until_interrupted
+    from peer.interrupt import until_interrupted
+    from peer.places import data_home
     from peer.serve import JOIN_VARIABLE, last_swarm
     from swarm.net.link import parse_link
     from web.serve import Dashboard

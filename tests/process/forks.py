@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from peer.local import _environment
 from peer.local_process import Child, ForkServer
+from peer.local_warm_up import server_environment
 
 T = TypeVar("T")
 LIMIT_S = 90.0  # of anything a test waits for; reached only by a defect
@@ -91,7 +91,7 @@ class Forks:
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
-        self.server = _Server("tests.process.forks:preload", {}, environment=_environment(1))
+        self.server = _Server("tests.process.forks:preload", {}, environment=server_environment(1))
         self.environment: dict[str, str] = {}
         self.cwd = Path()
         self._count = 0

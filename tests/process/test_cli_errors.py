@@ -8,8 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import json
 import os
 import signal
+import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -100,7 +102,9 @@ def test_files_that_are_not_there_or_there_already(tmp_path: Path) -> None:
     assert "swarm init" in fails(CONFIG, "up", "nowhere.toml")
     assert CliRunner().invoke(app, ["init"]).exit_code == 0
     assert "exists already" in fails(STORAGE, "init")
-    assert "cannot write" in fails(STORAGE, "init", "no/such/directory/run.toml")
+    line = fails(STORAGE, "init", "no/such/directory/run.toml")
+    assert line.endswith("make it first: mkdir -p no/such/directory")
+    assert "is a directory - name the run.toml in it" in fails(CONFIG, "up", tmp_path)
     run = toml(tmp_path / "small.toml", steps=1)
     (tmp_path / "corpus.txt").unlink()
     assert "corpus.txt" in fails(DATA, "baseline", run)
@@ -117,7 +121,19 @@ def test_peers_that_do_not_fit_the_run(tmp_path: Path) -> None:
     run = toml(tmp_path / "run.toml", steps=1)
     assert "'x' is not a stage and a number" in fails(CONFIG, "up", run, "--peers", "x")
     assert "has 0 to 2" in fails(CONFIG, "up", run, "--peers", "0:1,1:1")
-    assert "--stage 'first'" in fails(CONFIG, "--stage", "first", program="swarm-peer")
+
+
+@pytest.mark.parametrize(
+    ("code", "flags", "said"),
+    [
+        (CONFIG, ("--stage", "first"), "--stage 'first'"),
+        (DEVICE, ("--device", "tpu"), "no device is called 'tpu'"),
+        (CONFIG, ("--allow-pipeline", "own_package"), "my_package:pipeline"),
+        (CONFIG, ("--pretrained", "nowhere"), "nowhere holds no Hugging Face model"),
+    ],
+)
+def test_flags_of_a_peer_are_checked_first(code: int, flags: tuple[str, ...], said: str) -> None:
+    assert said in fails(code, *flags, program="swarm-peer")
 
 
 def test_not_one_of_the_trainers(tmp_path: Path) -> None:
@@ -240,6 +256,7 @@ def test_a_dead_address_is_no_reason_to_exit(forks: Forks) -> None:
     link = format_link(RUN_ID, [f"/ip4/127.0.0.1/tcp/9/p2p/{PEER_ID}"])
     peer = forks.peer("--join", link, *LOCAL)
     peer.says("(connection refused); trying again\n")
+    assert peer.out.startswith("starting\nconnecting\n")
     line = ends(JOIN, forks.swarm("status", link))
     assert "is the leader running?" in line
     assert peer.child.alive
@@ -288,6 +305,25 @@ def test_what_the_leader_refuses(forks: Forks, tmp_path: Path) -> None:
     assert f"not {RUN_ID}" in lines[3]
     assert "another process leads this run already - watch it with swarm status" in lines[4]
     assert leader.child.alive
+
+
+def test_a_restart_that_fails_leaves_no_old_status(forks: Forks, tmp_path: Path) -> None:
+    run = toml(tmp_path / "run.toml", steps=10)
+    status = tmp_path / "run" / "status.json"
+    status.parent.mkdir()
+    former = {"state": "finished", "run": {"link": f"swarm://{RUN_ID}@/ip4/127.0.0.1/tcp/9"}}
+    status.write_text(json.dumps(former))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        listen = f"/ip4/127.0.0.1/tcp/{taken.getsockname()[1]}"
+        leader = forks.swarm("train", run, "--dir", status.parent, "--listen", listen)
+        assert "address already in use" in ends(LISTEN, leader)
+    now = json.loads(status.read_text())
+    assert now["state"] == "failed"
+    assert "address already in use" in now["reason"]
+    assert now["run"]["link"] == former["run"]["link"]  # its port is where peers look
+    assert "finished" not in leader.out
 
 
 def test_a_pipeline_that_is_not_allowed(forks: Forks, tmp_path: Path) -> None:

@@ -26,41 +26,10 @@ from swarm.config import RunConfig, canonical_bytes, load_config
 from swarm.errors import DeviceError, ListenError, SwarmError
 from swarm.net.identity import load_identity
 from tests.process import local_stand_ins
+from tests.process.forks import LIMIT_S
+from tests.process.forks import toml as small_toml
 
 ROOT = Path(__file__).parents[2]
-TOML = """
-[run]
-name = "tiny"
-[model]
-stages = 2
-[model.config]
-model_type = "gpt2"
-n_embd = 32
-n_layer = 2
-n_head = 2
-n_positions = 16
-vocab_size = 256
-tie_word_embeddings = false
-[data]
-source = "text"
-path = "{text}"
-sequence = 16
-[batch]
-microbatches = 4
-microbatch_size = 2
-[schedule]
-steps = {steps}
-warmup_steps = 1
-[wire]
-activations = "float32"
-gradients = "float32"
-[update]
-accumulate = "float64"
-[validation]
-every = 0
-[checkpoint]
-every = 0
-"""
 
 
 @pytest.fixture
@@ -75,10 +44,9 @@ def sockets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.fixture
 def toml(tmp_path: Path, sockets: Path) -> Callable[[int], Path]:
     def write(steps: int) -> Path:
-        (tmp_path / "text").write_text("the quick brown fox jumps over the lazy dog\n" * 2000)
-        path = tmp_path / "run.toml"
-        path.write_text(TOML.format(text=tmp_path / "text", steps=steps))
-        return path
+        return small_toml(
+            tmp_path / "run.toml", steps=steps, stages=2, extra="[checkpoint]\nevery = 0\n"
+        )
 
     return write
 
@@ -383,7 +351,7 @@ def test_what_a_person_must_mend_is_the_swarms_error(
     what: str,
 ) -> None:
     async def main() -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LIMIT_S):
             await stand_ins(**targets).run()
 
     with pytest.raises(kind, match=what) as caught:

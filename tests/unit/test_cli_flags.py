@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 import typer
@@ -32,7 +33,7 @@ FLAGS = {
 }
 PEER_FLAGS = (
     "--allow-pipeline --announce --data-dir --debug --device --drain-s --identity --join --lan "
-    "--listen --memory --name --pretrained --stage --threads"
+    "--listen --memory --name --pretrained --stage --threads --version"
 )
 
 
@@ -54,6 +55,13 @@ def test_the_flags_of_swarm() -> None:
     group = typer.main.get_command(app)
     commands = group.commands  # type: ignore[attr-defined]
     assert {name: flags_of(command) for name, command in commands.items()} == FLAGS
+
+
+@pytest.mark.parametrize("program", [app, peer_app], ids=["swarm", "swarm-peer"])
+def test_the_version(program: typer.Typer) -> None:
+    result = CliRunner().invoke(program, ["--version"])
+    assert result.exit_code == 0
+    assert result.output == f"swarm-parallel {version('swarm-parallel')}\n"
 
 
 def test_the_flags_of_swarm_peer() -> None:

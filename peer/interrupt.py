@@ -1,0 +1,53 @@
+"""Ctrl-C of a command: the first leaves in order, the second at once."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def until_interrupted(
+    main: Coroutine[Any, Any, T], on_first: Callable[[], Coroutine[Any, Any, bool]] | None = None
+) -> T:
+    """Run `main`. The first SIGINT, SIGTERM or SIGHUP runs `on_first` and then cancels `main`,
+    unless that says it will end by itself; the second ends the process at once.
+
+    Raises KeyboardInterrupt when `main` was cancelled so.
+    """
+
+    async def guarded() -> T:
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(main)
+        leaving: list[asyncio.Task[None]] = []
+
+        async def leave() -> None:
+            ends_itself = False
+            try:
+                ends_itself = on_first is not None and await on_first()
+            finally:
+                if not ends_itself:
+                    task.cancel()
+
+        def on_signal() -> None:
+            if leaving:
+                os._exit(130)
+            leaving.append(loop.create_task(leave()))
+
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, on_signal)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if leaving:
+                raise KeyboardInterrupt from None
+            raise
+        finally:
+            for each in leaving:
+                each.cancel()
+
+    return asyncio.run(guarded())

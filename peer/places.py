@@ -1,0 +1,59 @@
+"""Where things of this machine are: directories of identities and runs, and free ports."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from swarm.errors import StorageError
+
+if TYPE_CHECKING:
+    from swarm.config import RunConfig
+
+_TCP_PORT = re.compile(r"/tcp/([0-9]+)(?=/|$)")
+
+
+def data_home() -> Path:
+    """Where identities live unless a flag says otherwise (XDG base directories)."""
+    base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
+    return Path(base) / "swarm-parallel"
+
+
+def run_directory(config: RunConfig, chosen: Path | None) -> Path:
+    """`runs/NAME-ID` here, unless chosen otherwise."""
+    safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in config.run.name)
+    return chosen or Path("runs") / f"{safe}-{config.run_id[:8]}"
+
+
+def fresh_directory(config: RunConfig, chosen: Path | None) -> Path:
+    """Like `run_directory`, but one in which nothing has been trained yet.
+
+    Raises StorageError when a chosen one holds a run.
+    """
+    first = run_directory(config, chosen)
+    if chosen is not None and (chosen / "run.json").exists():
+        raise StorageError(f"{chosen} holds a run already", "choose another directory with --dir")
+    path, number = first, 1
+    while (path / "run.json").exists():
+        number += 1
+        path = first.with_name(f"{first.name}-{number}")
+    return path
+
+
+def tcp_ports(addresses: str) -> list[int]:
+    """The TCP ports that a multiaddress, or a link of several, names."""
+    return [int(port) for port in _TCP_PORT.findall(addresses)]
+
+
+def is_free(port: int) -> bool:
+    """Whether this TCP port can be listened on now."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except (OSError, OverflowError):
+            return False
+    return True
