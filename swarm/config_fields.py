@@ -116,6 +116,13 @@ class ModelSection(Section):
         default="float32",
         description="bfloat16 computes under autocast over float32 master weights.",
     )
+    subspace: int | None = Field(
+        default=None,
+        ge=1,
+        le=65536,
+        description="Numbers per token that cross a boundary: the residual stream is kept in a "
+        "subspace of that many dimensions (Protocol Models), without loss. Left out: hidden_size.",
+    )
     recompute: bool = Field(
         default=False,
         description="Recompute activations in the backward pass: less memory, more time.",
@@ -138,6 +145,8 @@ class ModelSection(Section):
             raise ValueError(
                 f"needs exactly one of model.config, model.pretrained, model.pipeline; has {what}"
             )
+        if self.subspace is not None and self.config is None:
+            raise ValueError("model.subspace needs model.config: it trains from fresh weights")
         if self.pretrained_sha256 is not None and self.pretrained is None:
             raise ValueError("model.pretrained_sha256 has no meaning without model.pretrained")
         if self.cut is not None and len(self.cut) != self.stages:

@@ -49,6 +49,7 @@ SAMPLES: dict[str, str] = {
     "model.pretrained_sha256": '"..."',
     "model.pipeline": '"my_package.my_module:pipeline"',
     "model.cut": "[2, 2, 2]",
+    "model.subspace": "32",
     "data.path": '"corpus/"',
     "wire.forward": '"int8"',
     "wire.backward": '"bfloat16"',

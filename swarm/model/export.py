@@ -114,6 +114,7 @@ def _write_huggingface(
 
     assert isinstance(pipeline, HuggingFacePipeline)
     model = build_model(pipeline.config, empty=True)
+    state = pipeline.plain(state)
     buffers = {key: value for key, value in model.state_dict().items() if key not in state}
     model.load_state_dict({**buffers, **state}, assign=True)
     if tokenizer is not None and model.generation_config.eos_token_id is None:

@@ -7,6 +7,7 @@ the like fail here, with the first thing that differed as the reason.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from swarm.errors import PipelineError
 from swarm.model.hf_carve import build_model
 from swarm.model.hf_config import TINY_SEQUENCE, decoder_config, tiny_config
 from swarm.model.huggingface import HuggingFacePipeline, token_loss
-from swarm.model.stage import backward
+from swarm.model.stage import Batch, backward
 
 SEED = 1
 
@@ -68,6 +69,13 @@ def _compare(model: Any, stages: list[Any]) -> str:
     ids = torch.randint(0, vocab, (2, TINY_SEQUENCE + 1), generator=generator)
     batch = {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
     logits = model(input_ids=batch["tokens"], use_cache=False).logits
+    return compare(logits, dict(model.named_parameters()), batch, stages)
+
+
+def compare(
+    logits: Tensor, parameters: Mapping[str, Tensor], batch: Batch, stages: Sequence[Any]
+) -> str:
+    """How the stages differ from what gave `logits` with `parameters`, to the bit; empty if not."""
     loss = token_loss(logits, batch)
     loss.backward()
     entered: list[tuple[Tensor, ...]] = []
@@ -87,7 +95,7 @@ def _compare(model: Any, stages: list[Any]) -> str:
         gradients = backward(entered[position], left[position], gradients)
     for stage in stages:
         for name, parameter in stage.named_parameters():
-            expected = model.get_parameter(name).grad
+            expected = parameters[name].grad
             if (expected is None) != (parameter.grad is None):
                 return f"{name} has a gradient only when whole or only when cut"
             if expected is not None and not torch.equal(expected, parameter.grad):

@@ -1,6 +1,7 @@
 """Any Hugging Face decoder-only model as a pipeline of stages.
 
-Boundaries carry one tensor, the hidden states (microbatch, sequence, hidden). With
+Boundaries carry one tensor, the hidden states (microbatch, sequence, hidden), or with
+`[model] subspace` their k coordinates in the subspace (`swarm.model.subspace`). With
 `dtype = "bfloat16"` the model runs under autocast over float32 parameters; the hidden states have
 the dtype the model gives them there, float32 for nearly all families since the residual stream is
 kept in float32, so the cut changes no number. (`[wire] activations` chooses what the wire carries.)
@@ -10,7 +11,7 @@ The loss is the sum of the token losses, in float32. Auxiliary router losses are
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ from swarm.model.hf_config import (
 )
 from swarm.model.hf_weights import allocate, draw, load
 from swarm.model.stage import Batch, ModelPipeline, Stage, torch_dtype
+from swarm.model.subspace import Basis, constrain, fold
 from swarm.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -64,16 +66,21 @@ class HuggingFaceStage(Stage):
         seed: int,
         recompute: bool,
         autocast: torch.dtype | None,
+        basis: Basis | None = None,
     ) -> None:
         start, end = span
         layers = model.get_submodule(anatomy.layers)
         inbox = carve(model, anatomy, start, end)
         super().__init__(model, seed)
         self.first, self.last = start == 0, end == len(layers)
-        self.autocast, self.inbox = autocast, inbox
+        self.autocast, self.inbox, self.basis = autocast, inbox, basis
+        self._frozen: Tensor | None = None  # of the microbatch whose forward is running
         for index in range(start, end):
             unit = f"{anatomy.layers}.{index}"
-            layers[index].forward = self.unit_runner(unit, layers[index].forward, recompute)
+            run = self.unit_runner(unit, layers[index].forward, recompute)
+            if basis is not None and index > start:
+                run = self._through(basis, run)
+            layers[index].forward = run
         if self.last:
             layers[end - 1].register_forward_hook(lambda *_: self.reseed("(head)"))
 
@@ -85,15 +92,31 @@ class HuggingFaceStage(Stage):
     def logits(self, inputs: tuple[Tensor, ...], batch: Batch) -> Tensor:
         return self._run(inputs, batch)
 
+    def _through(self, basis: Basis, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A layer that gets its input as a cut before it would deliver it, rounding included."""
+
+        def narrowed(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+            assert self._frozen is not None
+            r = basis.project(hidden, self._frozen)
+            return run(basis.rebuild(r, self._frozen), *args, **kwargs)
+
+        return narrowed
+
     def _run(self, inputs: tuple[Tensor, ...], batch: Batch) -> Tensor:
         given: dict[str, Any] = {
             name: batch[name].long() for name in ("position_ids", "attention_mask") if name in batch
         }
+        if self.basis is not None:
+            self._frozen = self.basis.frozen(batch["tokens"])
         if self.first:
             given["input_ids"] = batch["tokens"].long()
         else:
-            self.inbox.hidden = inputs[0]
-            given["inputs_embeds"] = inputs[0].detach()
+            hidden = inputs[0]
+            if self.basis is not None:
+                assert self._frozen is not None
+                hidden = self.basis.rebuild(hidden, self._frozen)
+            self.inbox.hidden = hidden
+            given["inputs_embeds"] = hidden.detach()
         device = batch["tokens"].device.type
         self.reseed("(embedding)")
         try:
@@ -101,9 +124,12 @@ class HuggingFaceStage(Stage):
                 output: Tensor = self.inner(**given, use_cache=False).logits
                 return output
         except Reached as reached:
+            if self.basis is not None:
+                assert self._frozen is not None
+                return self.basis.project(reached.hidden, self._frozen)
             return reached.hidden
         finally:
-            self.inbox.hidden = None
+            self.inbox.hidden = self._frozen = None
 
 
 class HuggingFacePipeline(ModelPipeline):
@@ -129,6 +155,7 @@ class HuggingFacePipeline(ModelPipeline):
         recompute: bool = False,
         dtype: str = "float32",
         pretrained: str | None = None,
+        subspace: int | None = None,
     ) -> None:
         tied = pretrained is not None and is_tied(config)
         if tied:  # one weight cannot be on two stages: the output starts as a copy
@@ -143,7 +170,11 @@ class HuggingFacePipeline(ModelPipeline):
         self.anatomy = trace(config, self.autocast)
         tokens = TensorSpec((microbatch_size, sequence), token_dtype(vocab_size))
         self.batch_spec = {"tokens": tokens, "targets": tokens}
-        skeleton = build_model(config, empty=True)
+        self.basis = None
+        if subspace is not None:
+            std = float(getattr(text, "initializer_range", 0.02))
+            self.basis = Basis(text.hidden_size, subspace, text.vocab_size, std, seed)
+        skeleton = self._skeleton(self.basis)
         self._copied = _output_from_input(skeleton) if tied else {}
         names = {name for name, _ in skeleton.named_parameters()}
         self.key_order = [key for key in skeleton.state_dict() if key in names]
@@ -151,6 +182,8 @@ class HuggingFacePipeline(ModelPipeline):
         self.cut = choose_cut(self.layer_costs, num_stages, cut)
         hidden_dtype = str(self.anatomy.hidden_dtype).removeprefix("torch.")
         self._hidden = TensorSpec((microbatch_size, sequence, text.hidden_size), hidden_dtype)
+        if subspace is not None:
+            self._hidden = TensorSpec((microbatch_size, sequence, subspace), "float32")
 
     @classmethod
     def from_config(cls, config: RunConfig) -> HuggingFacePipeline:
@@ -171,13 +204,27 @@ class HuggingFacePipeline(ModelPipeline):
             recompute=model.recompute,
             dtype=model.dtype,
             pretrained=model.pretrained,
+            subspace=model.subspace,
         )
+
+    def _skeleton(self, basis: Basis | None) -> Any:
+        model = build_model(self.config, empty=True)
+        if basis is not None:
+            constrain(model, self.anatomy, basis)
+        return model
+
+    def plain(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Parameters of the run as those of a model that any program loads."""
+        if self.basis is None:
+            return tensors
+        return fold(self._skeleton(self.basis), tensors, self.basis)
 
     def boundary(self, stage: int) -> tuple[TensorSpec, ...]:
         return (self._hidden,)
 
     def build_stage(self, stage: int, device: str | torch.device = "cpu") -> HuggingFaceStage:
-        model = build_model(self.config, empty=True)
+        basis = None if self.basis is None else self.basis.to(device)
+        model = self._skeleton(basis)
         built = HuggingFaceStage(
             model,
             self.anatomy,
@@ -185,6 +232,7 @@ class HuggingFacePipeline(ModelPipeline):
             seed=self.seed,
             recompute=self.recompute,
             autocast=self.autocast,
+            basis=basis,
         )
         allocate(model)
         if self.pretrained is None:
@@ -201,11 +249,16 @@ class HuggingFacePipeline(ModelPipeline):
         return math.prod(batch["targets"].shape)
 
     def check(self) -> None:
-        """Raises PipelineError unless a tiny model, cut after every layer, equals itself whole."""
+        """Raises PipelineError unless a tiny model, cut after every layer, equals itself whole,
+        and unless its residual stream stays in the subspace, if it has one."""
         if self.num_stages > 1:
             from swarm.model.hf_check import check_splittable
 
             check_splittable(self.config)
+        if self.basis is not None:
+            from swarm.model.subspace_check import check_subspace
+
+            check_subspace(self.config, self.basis.k)
 
 
 def _output_from_input(model: Any) -> dict[str, str]:

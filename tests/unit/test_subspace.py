@@ -1,0 +1,152 @@
+"""The subspace model: cuts change no bit, `r` alone loses nothing, export gives a plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from peer.baseline import Baseline
+from swarm.data.tokenizer import byte_tokenizer
+from swarm.errors import PipelineError
+from swarm.model.export import export_model
+from swarm.model.hf_config import inline_config
+from swarm.model.huggingface import HuggingFacePipeline, HuggingFaceStage, token_loss
+from swarm.model.subspace import Basis, orthonormal
+from tests.protocol.simulated import OPTIMIZER, Fault, Swarm, plan
+
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
+         "num_attention_heads": 4, "max_position_embeddings": 32}  # fmt: skip
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**SIZES, "num_key_value_heads": 2},
+    "qwen3": {**SIZES, "num_key_value_heads": 4, "head_dim": 16},
+    "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 32, **NO_DROPOUT},
+}
+
+
+def a_pipeline(family: str = "llama", stages: int = 1, k: int = 16, **more: Any) -> Any:
+    values = {"model_type": family, **FAMILIES.get(family, SIZES), **more.pop("config", {})}
+    return HuggingFacePipeline(
+        inline_config(values, 256), seed=3, num_stages=stages, microbatch_size=2, sequence=16,
+        subspace=k, **more,
+    )  # fmt: skip
+
+
+def a_batch() -> dict[str, Tensor]:
+    ids = torch.randint(0, 256, (2, 17), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(torch.uint8)
+    return {"tokens": ids[:, :-1].contiguous(), "targets": ids[:, 1:].contiguous()}
+
+
+def trained(pipeline: HuggingFacePipeline) -> HuggingFaceStage:
+    """The whole model with parameters as if trained: none is at its first value."""
+    whole = pipeline.build_stage(0)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for _, parameter in whole.named_parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.05)
+    return whole
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_check_proves_cuts_containment_and_folding(family: str) -> None:
+    pipeline = a_pipeline(family, 2)
+    pipeline.check()
+    (spec,) = pipeline.boundary(0)
+    assert (spec.shape, spec.dtype) == ((2, 16, 16), "float32")
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "said"),
+    [
+        ("gpt2", {"resid_pdrop": 0.1}, "layer 0 adds"),
+        ("gpt2", {"embd_pdrop": 0.1}, "what enters layer 0"),
+        ("gemma2", {"head_dim": 16}, "no plain embedding"),
+        ("olmo2", {}, "layer 0 adds"),
+        ("mixtral", {"num_local_experts": 4}, "1 projections"),
+        ("bloom", {}, "LayerNorm"),
+    ],
+)
+def test_others_are_refused_with_the_reason(family: str, config: dict, said: str) -> None:
+    sizes = {"hidden_size": 64, "n_layer": 4, "n_head": 4} if family == "bloom" else {}
+    sizes = sizes or FAMILIES.get(family, SIZES)
+    values = {"model_type": family, **sizes, **config}
+    with pytest.raises(PipelineError, match=said):
+        HuggingFacePipeline(
+            inline_config(values, 256), seed=3, num_stages=1, microbatch_size=2, sequence=16,
+            subspace=16,
+        ).check()  # fmt: skip
+
+
+def test_k_must_be_below_hidden() -> None:
+    with pytest.raises(PipelineError, match="subspace is 64 but"):
+        a_pipeline(k=64)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sending_only_r_does_not_change_the_loss(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the same model whose residual stream flows on whole."""
+    whole, batch = trained(a_pipeline(family)), a_batch()
+    whole.eval()
+    with torch.no_grad():
+        through = whole.logits((), batch)
+        monkeypatch.setattr(Basis, "project", lambda self, hidden, frozen: hidden)
+        monkeypatch.setattr(Basis, "rebuild", lambda self, r, frozen: r)
+        straight = whole.logits((), batch)
+    assert not torch.equal(through, straight)
+    losses = [token_loss(logits.double(), batch) / 32 for logits in (through, straight)]
+    assert abs(float(losses[0] - losses[1])) <= 1e-6
+
+
+def test_the_basis_is_orthonormal_and_has_the_same_bits_everywhere() -> None:
+    for rows, columns in ((7, 3), (128, 32), (384, 64)):
+        u = orthonormal(rows, columns, 5).double()
+        assert float((u.T @ u - torch.eye(columns)).abs().max()) < 1e-7
+        assert not torch.equal(u, orthonormal(rows, columns, 6).double())
+    assert bytes(orthonormal(4, 2, 5).numpy()).hex() == (
+        "70bd33beef50fc3c37a07b3f315c19bdaf91843b6339333f7964623d0260363f"
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_export_is_a_plain_model_with_the_same_logits(family: str, tmp_path: Path) -> None:
+    pipeline, batch = a_pipeline(family), a_batch()
+    whole = trained(pipeline)
+    whole.eval()
+    export_model(pipeline, dict(whole.named_parameters()), tmp_path / "out", byte_tokenizer())
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    with torch.no_grad():
+        logits = plain(input_ids=batch["tokens"].long(), use_cache=False).logits
+        torch.testing.assert_close(logits, whole.logits((), batch), rtol=1e-4, atol=1e-5)
+        assert float(token_loss(logits, batch)) == pytest.approx(float(whole((), batch)[0]), 1e-6)
+
+
+class Batches:
+    """Token batches by (step, index)."""
+
+    def batch(self, step: int, index: int) -> Mapping[str, np.ndarray]:
+        ids = np.random.default_rng((step, index)).integers(0, 256, (2, 17), dtype=np.uint8)
+        return {"tokens": ids[:, :-1], "targets": ids[:, 1:]}
+
+    def validation_batch(self, index: int) -> Mapping[str, np.ndarray]:
+        return self.batch(999, index)
+
+
+def test_a_swarm_that_loses_a_replica_ends_as_one_process() -> None:
+    """I6, with only `r` on the wire and activations recomputed in the backward."""
+    whole = Baseline(plan(), a_pipeline(), Batches(), OPTIMIZER)
+    list(whole.steps(3))
+    fault = Fault("counted", "kill", replica="r1.1", step=1)
+    swarm = Swarm(batches=Batches(), faults=[fault])
+    swarm.pipeline = a_pipeline(stages=3, recompute=True)
+    assert swarm.run()["sha256"] == whole.report()["sha256"]
+    assert swarm.fired
