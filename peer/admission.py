@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from peer.calls import count, names
-from peer.members import Member, Standing, Traffic
+from peer.measure import StageFacts
+from peer.members import Member, Offer, Standing, Traffic
 from swarm.agreement import agree, decided
 from swarm.errors import RefusedError, SwarmError, WireError
 from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
@@ -53,7 +54,7 @@ class Admission:
         }
 
     async def _join(self, channel: Channel, message: Message) -> Message:
-        """`{stage | None, addresses, slots, device, numerics}` -> stage, step, donors, record."""
+        """`{stage | None, addresses, …}` -> stage, why, and the position."""
         leader, body = self.leader, message.body
         stage = body.get("stage")
         if stage is not None and not 0 <= count(stage) < leader.pipeline.num_stages:
@@ -73,16 +74,25 @@ class Admission:
         addresses = body.get("addresses")
         if not isinstance(addresses, list) or len(addresses) > 32:
             raise WireError("a join without addresses")
-        member = leader.members.get(channel.incarnation)
+        member, why = leader.members.get(channel.incarnation), ""
         if member is None:
-            chosen = leader.members.choose_stage() if stage is None else count(stage)
-            member = Member(channel.incarnation, chosen, tuple(str(a)[:200] for a in addresses))
+            offer = Offer.read(body, channel.peer)
+            if stage is None:
+                stage, why = self._place(channel.incarnation, offer)
+            member = Member(channel.incarnation, stage, tuple(str(a)[:200] for a in addresses))
+            member.offer, member.joined_at = offer, asyncio.get_running_loop().time()
             leader.members.by_name[channel.incarnation] = member
         member.slots = max(1, min(count(body.get("slots", 1)), 1024))
         member.device = str(body.get("device", ""))[:40]
         leader.probe("joined", replica=member.incarnation, stage=member.stage)
         self._send_roster()
-        return Message({"stage": member.stage, **self._position(member)})
+        return Message({"stage": member.stage, "why": why, **self._position(member)})
+
+    def _place(self, incarnation: str, offer: Offer) -> tuple[int, str]:
+        placement = self.leader.rebalancing.place(incarnation, offer)
+        if placement.stage is None:
+            raise CallFailedError("refused", placement.reason, fatal=True)
+        return placement.stage, placement.reason
 
     async def _ready(self, channel: Channel, message: Message) -> Message:
         """`{step}`: the replica holds the state of that step. Answers `{ready, …position}`."""
@@ -96,12 +106,16 @@ class Admission:
             leader.probe("bad_chunk", replica=donor, by=member.incarnation)
         # One that collects each gradient as it is committed may be one commit behind: it is told.
         member.following = message.body.get("following") is True
+        if member.facts is None:
+            member.facts = StageFacts.read(message.body.get("facts"))
         # So many steps of another epoch say nothing: that state is given up.
         epoch = leader.record.epoch if leader.record else 0
         here = count(message.body.get("epoch", 0)) == epoch
         ready = here and member.step + member.following >= leader.next_step
         if ready and member.standing is Standing.JOINING:
             member.standing = Standing.READY
+            if member.step and not member.fetch_s:
+                member.fetch_s = asyncio.get_running_loop().time() - member.joined_at
             leader.wake.set()
         return Message({"ready": ready, **self._position(member)})
 
@@ -214,7 +228,8 @@ class Admission:
             if count(answer.get("step")) != step.number:
                 raise WireError("a reset of another step")
             if self._may_enter(member, step):
-                step.admit(member.incarnation, member.stage)
+                estimate_s = member.facts.service_s if member.facts is not None else None
+                step.admit(member.incarnation, member.stage, estimate_s)
                 self._admitted(member, step)
         except CallFailedError as error:
             log.debug("no reset of %s: %s", member.incarnation[-8:], error)
@@ -272,6 +287,7 @@ class Admission:
     def _admitted(self, member: Member, step: Step) -> None:
         member.standing, member.reason, member.failures = Standing.SERVING, "", 0
         self.leader.probe("admitted", step=step.number, replica=member.incarnation)
+        self.leader.rebalancing.admitted(member)
         self.leader.wake.set()
 
     async def send_commit(self, member: Member, record: Record) -> None:

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from peer.member import Member
 from peer.observe import ACTIVITIES
+from peer.orders import MoveOrder
 from swarm.errors import JoinError
 from swarm.net.links import Links
 from swarm.tasks import TaskSet
@@ -34,7 +35,6 @@ class Host:
 
     `make(links, stage)` builds one (None: the leader chooses the stage), `links` are those of the
     process, `lives` is told the incarnations that live here, `name_life()` names the next one.
-    `fits(stages)` says whether the device's memory holds those stages at once.
     """
 
     def __init__(
@@ -44,11 +44,10 @@ class Host:
         lives: set[str],
         name_life: Callable[[], str],
         *,
-        fits: Callable[[Sequence[int]], bool] = lambda stages: True,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._make, self._links, self._lives, self._name_life = make, links, lives, name_life
-        self._fits, self._say = fits, say
+        self._say = say
         self._serving: dict[Member, asyncio.Task[None]] = {}
         self._moving: asyncio.Task[None] | None = None
         self._tasks = TaskSet()
@@ -123,19 +122,18 @@ class Host:
 
     # ---- moving ---------------------------------------------------------------------------------
 
-    def _on_move(self, member: Member, stage: int, reason: str) -> str:
+    def _on_move(self, member: Member, order: MoveOrder) -> str:
         """The leader wants `member` to serve another stage. Returns why not, or an empty text."""
         if member.pinned:
             return "this peer was started for its stage"
         if self._moving is not None:
             return "this peer moves already"
-        if stage in self.stages or stage >= member.pipeline.num_stages:
-            return f"there is nothing to move to in stage {stage}"
-        others = [each for each in self.stages if member.server and each != member.server.stage]
-        if not self._fits([*others, stage]):
-            return f"not enough memory for stage {stage}"
-        self._say(f"moving to stage {stage}: {reason}")
-        self._moving = self._tasks.spawn(self._move(member, stage), f"move to {stage}")
+        if order.stage in self.stages or order.stage >= member.pipeline.num_stages:
+            return f"there is nothing to move to in stage {order.stage}"
+        if member.memory_bytes is not None and order.memory_bytes > member.memory_bytes:
+            return f"not enough memory for stage {order.stage}"
+        self._say(f"moving to stage {order.stage}: {order.reason}")
+        self._moving = self._tasks.spawn(self._move(member, order), f"move to {order.stage}")
         self._moving.add_done_callback(self._moved)
         return ""
 
@@ -143,13 +141,12 @@ class Host:
         self._moving = None
         self._changed.set()
 
-    async def _move(self, old: Member, stage: int) -> None:
-        beside = self._fits([*self.stages, stage])
-        if not beside:
+    async def _move(self, old: Member, order: MoveOrder) -> None:
+        if not order.beside:
             await self._leave(old)
-        new = self._begin(stage, old.links.incarnation if beside else "")
-        if not beside:
+            self._begin(order.stage)
             return
+        new = self._begin(order.stage, old.links.incarnation)
         arrives = self._tasks.spawn(new.took_part.wait(), "arrives")
         try:
             await asyncio.wait(
@@ -162,7 +159,7 @@ class Host:
         if new.took_part.is_set():
             await self._leave(old)
         elif old in self._serving and not old.finished.is_set():
-            log.info("gave up moving to stage %d", stage)
+            log.info("gave up moving to stage %d", order.stage)
             await self._end(new)
 
     async def _leave(self, member: Member) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,6 +24,7 @@ from peer.averaging import Averaging, Prepared
 from peer.members import Members, Standing, Traffic
 from peer.microbatches import ADOPT_S, Microbatches
 from peer.quorum import Quorum
+from peer.rebalancing import Rebalancing
 from peer.restoring import Origin, Restoring, Saved
 from peer.stage_server import Probe, no_probe
 from peer.watch import Watch
@@ -34,6 +35,7 @@ from swarm.names import brief
 from swarm.net.channel import CallFailedError, Channel
 from swarm.net.links import Links
 from swarm.optim import OptimizerSettings, clip_scale
+from swarm.placement import MovePolicy
 from swarm.routing import Router
 from swarm.spec import TensorSpec
 from swarm.stage_state import total
@@ -58,8 +60,12 @@ class Shape(Protocol):
     """What a leader needs to know of the pipeline."""
 
     num_stages: int
+    cut: tuple[int, ...]
+    layer_costs: Sequence[int]
     batch_spec: dict[str, TensorSpec]
     key_order: list[str]
+
+    def stage_cost(self, stage: int) -> float: ...
 
     def weight(self, batch: Mapping[str, Any]) -> int: ...
 
@@ -96,8 +102,9 @@ class Leader:
     """Leads a run from the state its disk remembers.
 
     `links` must be set before `run`; `methods` of `admission` are what replicas may call here.
-    `slots` bounds the microbatches in flight per replica of a stage. With
-    `same_numerics` all replicas must have the optimizer fingerprint of the first (DESIGN, I5).
+    `slots` bounds the microbatches in flight per replica of a stage, `moves` says what a move must
+    bring. With `same_numerics` all replicas must have the optimizer fingerprint of the first
+    (DESIGN, I5).
     """
 
     links: Links
@@ -112,6 +119,7 @@ class Leader:
         seed: int = 0,
         slots: int | None = None,
         same_numerics: bool = False,
+        moves: MovePolicy | None = None,
         probe: Probe = no_probe,
         saved: Saved | None = None,
     ) -> None:
@@ -125,6 +133,7 @@ class Leader:
         self.restoring = Restoring(self, saved)
         self.saved_step = 0  # of the newest complete checkpoint
         self.has_committed = False  # a step, in this term
+        self.rebalancing = Rebalancing(self, moves or MovePolicy())
         self.term = NO_TERM
         self.record: Record | None = None  # the newest commit
         self.step: Step | None = None
@@ -222,6 +231,7 @@ class Leader:
         self.probe("record", step=record.step)
         self._announce_commit(step, record)
         self.last_step_s = loop.time() - began
+        self.rebalancing.after_commit()
         return StepResult(
             record.step,
             record.loss,

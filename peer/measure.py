@@ -9,6 +9,7 @@ they are.
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,8 @@ from swarm.stage_state import Graph, StageState
 MAX_ROUNDS = 3  # forward and backward, after one that warms up
 MATRIX = 256
 PRODUCTS = 8
+MAX_BYTES = 1 << 48
+MIN_SERVICE_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +37,19 @@ class StageFacts:
     service_s: float | None
     activation_bytes: int
     parameters: int
+
+    @classmethod
+    def read(cls, value: object) -> StageFacts | None:
+        """From a replica's `ready`; None for what makes no sense, for it is only an estimate."""
+        match value:
+            case {
+                "service_s": float() | None as service_s,
+                "activation_bytes": int(held),
+                "parameters": int(parameters),
+            } if 0 <= held < MAX_BYTES and 0 < parameters < MAX_BYTES:
+                usable = service_s is None or MIN_SERVICE_S < service_s < math.inf
+                return cls(service_s if usable else None, held, parameters)
+        return None
 
     def body(self) -> dict[str, Any]:
         """As it is told to the leader."""

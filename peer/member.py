@@ -16,7 +16,7 @@ from peer.calls import count, names
 from peer.joining import CatchUp
 from peer.measure import StageFacts, stage_facts
 from peer.observe import activity_of
-from peer.orders import Orders, Prepared
+from peer.orders import MoveOrder, Orders, Prepared
 from peer.snapshots import Donor
 from peer.stage_server import Probe, StageServer, no_probe
 from swarm.averaging.policy import UpdatePolicy
@@ -77,7 +77,8 @@ class Member:
         self.numerics, self.benchmark_s = numerics, benchmark_s
         self.speed, self.memory_bytes, self.pinned = speed, memory_bytes, pinned
         self.replaces = ""  # the incarnation in this process that leaves once this one serves
-        self.on_move: Callable[[Member, int, str], str] = lambda *_: "this peer does not move"
+        self.on_move: Callable[[Member, MoveOrder], str] = lambda *_: "this peer does not move"
+        self.serves: int | None = None  # the stage it was given
         self.facts: StageFacts | None = None
         self.took_part = asyncio.Event()  # a commit has named it
         self.server: StageServer | None = None
@@ -174,6 +175,7 @@ class Member:
     async def _build(self, stage: int) -> None:
         if stage >= self.pipeline.num_stages:
             raise WireError("a stage that does not exist")
+        self.serves = stage
         self.say(f"building stage {stage}")
 
         def build() -> StageState:
@@ -209,8 +211,8 @@ class Member:
             first_weights=lambda: build().tensors(),
         )
         self.orders.on_commit = self._committed
-        self.orders.on_move = lambda stage, reason: self.on_move(self, stage, reason)
         self.orders.on_invalid = self.donor.forget
+        self.orders.on_move = lambda order: self.on_move(self, order)
         self.links.methods.update(
             {**self.server.methods(), **self.orders.methods(), **self.donor.methods()}
         )

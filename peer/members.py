@@ -8,6 +8,9 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from peer.calls import count
+from peer.measure import StageFacts
+
+MAX_SPEED = 1e12
 
 
 class Standing(Enum):
@@ -36,6 +39,28 @@ class Traffic(NamedTuple):
         return Traffic(*(a + b for a, b in zip(self, other, strict=True)))
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a joiner says of itself and of its device."""
+
+    pinned: bool = False  # a person chose its stage
+    replaces: str = ""  # an incarnation of the same peer that leaves once this one serves
+    speed: float | None = None  # rounds of the reference per second (`peer.measure`)
+    memory_bytes: int | None = None
+
+    @classmethod
+    def read(cls, body: Mapping[str, Any], peer: str) -> Offer:
+        """From a `join` of that peer. What makes no sense is left out, for it is only an offer."""
+        replaces, speed = str(body.get("replaces", ""))[:200], body.get("speed")
+        memory = body.get("memory_bytes")
+        return cls(
+            pinned=body.get("pinned") is True,
+            replaces=replaces if replaces.split("#", 1)[0] == peer else "",
+            speed=speed if isinstance(speed, float) and 0 < speed < MAX_SPEED else None,
+            memory_bytes=count(memory) if isinstance(memory, int) else None,
+        )
+
+
 @dataclass(slots=True)
 class Member:
     """One incarnation of a replica."""
@@ -58,6 +83,11 @@ class Member:
     following: bool = False  # it collects what is committed, and may be one commit behind
     passed_over: bool = False  # averaging began before it could be taken in
     reason: str = ""
+    offer: Offer = field(default_factory=Offer)
+    facts: StageFacts | None = None  # of its stage on its device, measured before it served
+    joined_at: float = 0.0
+    fetch_s: float = 0.0  # from joining until it had the state
+    arrived: bool = False  # it came to replace another, and took part
 
     def row(self) -> dict[str, Any]:
         """Plain values for status and display."""
@@ -84,13 +114,6 @@ class Members:
 
     def get(self, incarnation: str) -> Member | None:
         return self.by_name.get(incarnation)
-
-    def choose_stage(self) -> int:
-        """The stage with the fewest replicas, the lowest of several."""
-        present = [0] * self.num_stages
-        for member in self.by_name.values():
-            present[member.stage] += 1
-        return present.index(min(present))
 
     def of_stage(self, stage: int, *standings: Standing) -> list[Member]:
         return [

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +51,15 @@ def left_behind(mine: Record, newest: Record) -> bool:
     return newest.restores or (newest.epoch > mine.epoch and newest.predecessor != mine.hash)
 
 
+class MoveOrder(NamedTuple):
+    """A stage to serve instead of this one, and why. `beside`: the device holds both meanwhile."""
+
+    stage: int
+    reason: str
+    beside: bool
+    memory_bytes: int  # of a replica there, as the leader estimates it
+
+
 class Orders:
     """Carries out a leader's orders on one `StageServer`."""
 
@@ -67,8 +76,8 @@ class Orders:
         self.commit_lock = asyncio.Lock()
         self._mark: tuple[int, str] | None = None  # the step and fingerprint of the state
         self.on_commit: Callable[[Record, Prepared], None] = lambda record, prepared: None
-        self.on_move: Callable[[int, str], str] = lambda stage, reason: "this peer does not move"
         self.on_invalid: Callable[[], None] = lambda: None
+        self.on_move: Callable[[MoveOrder], str] = lambda order: "this peer does not move"
         self.before_commit: Callable[[Record], Awaitable[None]] | None = None  # catch up to it
 
     def methods(self) -> dict[str, Method]:
@@ -160,7 +169,9 @@ class Orders:
         """The leader wants this peer in another stage; it may say no. The answer says why not."""
         body = message.body
         self._heed(channel, Term.read(body.get("term")))
-        refusal = self.on_move(count(body.get("stage")), str(body.get("reason", ""))[:200])
+        stage, need = count(body.get("stage")), count(body.get("memory_bytes", 0))
+        reason = str(body.get("reason", ""))[:200]
+        refusal = self.on_move(MoveOrder(stage, reason, body.get("beside") is True, need))
         return Message({"refusal": refusal[:200]})
 
     # ---- averaging ------------------------------------------------------------------------------

@@ -100,6 +100,7 @@ class Status:
             },
             "num_stages": self.shape.num_stages,
             "replicas": self.rows(),
+            "placement": leader.rebalancing.as_dict() if leader else {},
             "bytes": {
                 "boundaries": self.boundaries(),
                 "leader_per_token": leader.sent_bytes / max(self.tokens, 1) if leader else 0.0,

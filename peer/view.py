@@ -55,6 +55,7 @@ _EVENT_STYLE = {"expelled": "red", "diverged": "red", "left": "yellow", "round_f
 _MIN_STAGE = 26  # columns of a stage
 _MAX_TILES = 6  # of a stage that are drawn as tiles when the height is not known
 _TILE = 3  # lines
+_BALANCED = 0.05  # less than this share is not worth a word
 
 
 def render(
@@ -169,7 +170,25 @@ def _metrics(status: Mapping[str, Any], width: int, glyphs: Glyphs) -> list[Text
     ]
     add("speed", speed)
     add("per token", _bytes(mapping(status.get("bytes")), glyphs))
+    if placed := _placement(mapping(status.get("placement"))):
+        add("placement", placed)
     return lines
+
+
+def _placement(placement: Mapping[str, Any]) -> list[Text]:
+    """What the slowest stage does, what the best assignment could, and whether a cut would help."""
+    stages = placement.get("stages")
+    rates = [number(rate) for rate in stages] if isinstance(stages, list) else []
+    if not rates or min(rates) <= 0:
+        return []
+    slowest, best = min(rates), number(placement.get("best"))
+    parts = [Text(f"stage {rates.index(slowest)} is slowest: {slowest:.3g} microbatches/s")]
+    if best > slowest * (1 + _BALANCED):
+        parts.append(Text(f"at most {best:.3g} with these peers"))
+    recut = mapping(placement.get("recut"))
+    if number(recut.get("gain")) > _BALANCED:
+        parts.append(Text(clean(recut.get("reason"), 120), style="yellow"))
+    return parts
 
 
 def _bytes(figures: Mapping[str, Any], glyphs: Glyphs) -> list[Text]:

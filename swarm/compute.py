@@ -139,7 +139,8 @@ class _Job:
 
 
 class InlineCompute:
-    """The same queue on the event loop. `seconds_of(kind)` is the virtual time a task takes."""
+    """The same queue on the event loop. `seconds_of(kind)` is the virtual time a task takes, if
+    whoever runs it does not say."""
 
     def __init__(
         self, seconds_of: Callable[[Kind], float] = lambda kind: 0.0, *, afab: bool = False
@@ -152,7 +153,9 @@ class InlineCompute:
         self._sequence = itertools.count()
         self._busy = False
 
-    async def run(self, kind: Kind, task: Callable[[], T]) -> Timed[T]:
+    async def run(
+        self, kind: Kind, task: Callable[[], T], seconds: float | None = None
+    ) -> Timed[T]:
         if self._busy:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             heapq.heappush(self._waiting, (self._order[kind], next(self._sequence), turn))
@@ -164,7 +167,7 @@ class InlineCompute:
                 raise
         self._busy = True
         try:
-            seconds = self._seconds_of(kind)
+            seconds = self._seconds_of(kind) if seconds is None else seconds
             if seconds > 0:
                 await asyncio.sleep(seconds)
             self.busy_s += seconds

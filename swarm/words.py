@@ -181,6 +181,7 @@ def event_text(event: Mapping[str, Any]) -> str | None:
     of = f" stage {integer(stage)}" if stage is not None else ""
     at = f" (step {integer(step)})" if step is not None else ""
     why = f": {reason}" if (reason := clean(event.get("reason"))) else ""
+    source, target = integer(event.get("source")), integer(event.get("target"))
     match event.get("event"):
         case "joined":
             return f"{who} joined{of}"
@@ -200,6 +201,12 @@ def event_text(event: Mapping[str, Any]) -> str | None:
             return f"{who} gave wrong bytes to a joiner, which fetched them elsewhere"
         case "hold":
             return f"waiting a moment for a joiner{at}"
+        case "move":
+            return f"{who} is to move from stage {source} to stage {target}{why}"
+        case "moved":
+            return f"{who} serves stage {target} now, and leaves stage {source}"
+        case "move_refused":
+            return f"{who} does not move to stage {target}{why}"
         case "round_failed":
             return f"averaging repeated{why}{at}"
         case "validation":

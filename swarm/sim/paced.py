@@ -44,7 +44,9 @@ class PacedCompute(InlineCompute):
         super().__init__(seconds_of, afab=afab)
         self._free_at = 0.0
 
-    async def run(self, kind: Kind, task: Callable[[], T]) -> Timed[T]:
+    async def run(
+        self, kind: Kind, task: Callable[[], T], seconds: float | None = None
+    ) -> Timed[T]:
         loop = asyncio.get_running_loop()
         arrived = loop.time()
         if self._busy:
@@ -58,7 +60,7 @@ class PacedCompute(InlineCompute):
                 raise
         self._busy = True
         try:
-            seconds = self._seconds_of(kind)
+            seconds = self._seconds_of(kind) if seconds is None else seconds
             self._free_at = max(self._free_at, arrived) + seconds
             if (late_s := self._free_at - loop.time()) > 0:
                 await asyncio.sleep(late_s)

@@ -33,6 +33,7 @@ from swarm.model.custom import CustomPipeline, Pipeline
 from swarm.model.layout import model_sha256
 from swarm.net.links import Links, peer_of
 from swarm.net.memory import MemoryNetwork
+from swarm.placement import MovePolicy
 from swarm.schedule import Schedule
 from swarm.sim.virtual_time import run
 from swarm.wire.boundaries import LOSSLESS, BoundaryCodecs
@@ -130,9 +131,9 @@ class FaultyCompute(InlineCompute):
         super().__init__(*args, **kwargs)
         self.failing: Counter[Kind] = Counter()
 
-    async def run(self, kind: Kind, task: Callable[[], Any]) -> Any:
+    async def run(self, kind: Kind, task: Callable[[], Any], seconds: float | None = None) -> Any:
         if not self.failing[kind]:
-            return await super().run(kind, task)
+            return await super().run(kind, task, seconds)
         self.failing[kind] -= 1
 
         def fail() -> None:
@@ -187,6 +188,7 @@ class Swarm:
     accumulate: str = "float64"
     batches: Any = None  # TinyBatches unless given
     trainer_ids: Sequence[str] = (LEADER,)
+    moves: MovePolicy | None = None
 
     def __post_init__(self) -> None:
         self.network = MemoryNetwork(self.seed, self.latency_s)
@@ -222,6 +224,7 @@ class Swarm:
             quorum,
             seed=self.seed,
             slots=self.slots if not self.afab else 1000,
+            moves=self.moves,
             probe=lambda point, **facts: self.on_probe(LEADER, point, facts),
         )
         leader.links = Links(
@@ -271,6 +274,7 @@ class Swarm:
             slots=self.slots,
             afab=self.afab,
             kept_bytes=self.kept_bytes,
+            pinned=stage is not None,
             probe=lambda point, **facts: self.on_probe(name, point, facts),
         )
         member.random.seed(f"{self.seed}/{incarnation}")
@@ -395,12 +399,15 @@ class Swarm:
 
     # ---- the run --------------------------------------------------------------------------------
 
-    async def main(self, num_steps: int) -> dict[str, str]:
-        await self.start_leader().begin()
-        assert self.leader is not None
+    async def start_all(self) -> None:
         for stage, count in enumerate(self.replicas):
             for number in range(count):
                 self.start_replica(f"r{stage}.{number}", stage)
+
+    async def main(self, num_steps: int) -> dict[str, str]:
+        await self.start_leader().begin()
+        assert self.leader is not None
+        await self.start_all()
         try:
             while self.leader.next_step < num_steps:
                 if (result := await self.train()) is not None:

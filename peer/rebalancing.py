@@ -1,0 +1,285 @@
+"""Where a joiner goes and who moves: the leader's side of `swarm.placement`.
+
+At every commit the leader draws up what it knows of stages and peers as a `LoadTable`, asks for the
+moves that pay, and orders them. A peer may refuse. It is asked no more than that: the replica it
+adds elsewhere joins like any other and the one it gives up leaves like any other (`peer.host`), so
+a mover that dies, or a leader that is lost half way, costs what any death costs. What is under way
+is told by those who are under way: a replica that joins names the one that it replaces, and so the
+next leader knows too.
+
+A stage's cost and a peer's speed cannot be told apart from one rate, so peers measure their device
+on a reference (`peer.measure`): a stage costs what its most able replicas say, speed over rate, and
+what has not been measured costs as much more or less as its layers' shapes tell. A peer's own
+speed is then what its rate shows, not what it measured once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from peer.members import Member, Offer, Standing
+from swarm.errors import SwarmError
+from swarm.names import brief
+from swarm.net.links import peer_of
+from swarm.placement import (
+    LoadTable,
+    Move,
+    MovePolicy,
+    PeerLoad,
+    Placement,
+    StageNeed,
+    choose_stage,
+    estimate_memory,
+    optimum,
+    plan_moves,
+    recut,
+)
+
+if TYPE_CHECKING:
+    from peer.leader import Leader
+
+log = logging.getLogger(__name__)
+RESERVED_S = 600.0  # who is under way counts where it goes for so long, whether it arrives or not
+REFUSED_S = 300.0  # a peer that refused is not asked again before
+MAX_NEWS = 8  # moves that status shows
+STATE_FLOATS = 3  # parameters and two moments: what a snapshot holds, at most
+
+
+@dataclass(slots=True)
+class _Peer:
+    """What outlives a replica of a peer, but not this leader."""
+
+    source: int | None = None  # the stage it left, or is to leave
+    target: int | None = None  # the stage it was told to go to and has not reached
+    until: float = -math.inf  # for so long it counts there
+    pinned_until: float = -math.inf  # it has refused
+    moved_at: float = -math.inf
+
+
+@dataclass(slots=True)
+class Rebalancing:
+    """The placement of a `Leader`'s peers."""
+
+    leader: Leader
+    policy: MovePolicy = field(default_factory=MovePolicy)
+    news: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
+    _peers: dict[str, _Peer] = field(default_factory=dict)
+    _reason: str = ""
+
+    # ---- what is known --------------------------------------------------------------------------
+
+    def table(self) -> LoadTable:
+        """Stages and peers as they stand. Costs and speeds are in rounds of the reference."""
+        now = asyncio.get_running_loop().time()
+        by_peer: dict[str, list[Member]] = {}
+        for member in self.leader.members:
+            by_peer.setdefault(peer_of(member.incarnation), []).append(member)
+        needs = tuple(self._need(stage, cost) for stage, cost in enumerate(self._costs()))
+        peers = [self._load(name, lives, needs, now) for name, lives in by_peer.items()]
+        links = [p.download_bytes_per_s for p in peers if p.download_bytes_per_s < math.inf]
+        if links:  # of others as good a guess as any
+            usual = statistics.median(links)
+            peers = [
+                replace(p, download_bytes_per_s=usual) if p.download_bytes_per_s == math.inf else p
+                for p in peers
+            ]
+        return LoadTable(needs, tuple(peers))
+
+    def rate(self, member: Member) -> float | None:
+        """Microbatches/s with all of its device's time: measured, or as it estimated itself."""
+        service_s = self.leader.router.measured_s(member.incarnation)
+        if service_s is None and member.facts is not None:
+            service_s = member.facts.service_s
+        return 1.0 / service_s if service_s else None
+
+    def _costs(self) -> list[float]:
+        """Per stage, rounds of the reference that a microbatch takes."""
+        pipeline = self.leader.pipeline
+        shapes = [max(pipeline.stage_cost(k), 1e-9) for k in range(pipeline.num_stages)]
+        measured: dict[int, float] = {}
+        for stage in range(pipeline.num_stages):
+            found = sorted(
+                (member.offer.speed or 1.0) / rate
+                for member in self.leader.members.of_stage(stage)
+                if (rate := self.rate(member)) is not None
+            )
+            if found:  # a device that has slowed down since makes its stage look dear
+                measured[stage] = found[(len(found) - 1) // 4]
+        ratio = statistics.median(c / shapes[k] for k, c in measured.items()) if measured else 1.0
+        return [measured.get(stage, shape * ratio) for stage, shape in enumerate(shapes)]
+
+    def _need(self, stage: int, cost: float) -> StageNeed:
+        """What those who serve it say of its size; nothing is refused for what nobody knows."""
+        found = [m.facts for m in self.leader.members.of_stage(stage) if m.facts is not None]
+        if not found:
+            return StageNeed(cost)
+        parameters = int(statistics.median(each.parameters for each in found))
+        settings = self.leader.plan.optimizer
+        estimate = estimate_memory(
+            parameters,
+            optimizer=settings.name if settings is not None else "adamw",
+            activation_bytes=int(statistics.median(each.activation_bytes for each in found)),
+            slots=self.leader.slots,
+        )
+        return StageNeed(cost, estimate.total, 4 * STATE_FLOATS * parameters)
+
+    def _load(
+        self, name: str, lives: list[Member], needs: tuple[StageNeed, ...], now: float
+    ) -> PeerLoad:
+        """One peer, all its replicas together."""
+        known = self._peers.get(name, _Peer())
+        present = [each for each in lives if each.standing is not Standing.JOINING]
+        coming = [each for each in lives if each.standing is Standing.JOINING]
+        replaced = {each.offer.replaces for each in present}
+        serving = [m for m in present if not m.leaving and m.incarnation not in replaced]
+        arriving, until = known.target, known.until
+        for member in coming:
+            if member.offer.replaces or not serving:
+                arriving, until = member.stage, member.joined_at + RESERVED_S
+            else:
+                serving.append(member)  # a further stage beside those it serves
+        offer = lives[-1].offer
+        rates = {each.stage: rate for each in serving if (rate := self.rate(each)) is not None}
+        fetched = [needs[m.stage].download_bytes / m.fetch_s for m in lives if m.fetch_s > 0]
+        return PeerLoad(
+            name,
+            tuple(dict.fromkeys(each.stage for each in serving)),
+            arriving=arriving if until > now else None,
+            reserved_until_s=until,
+            rates=rates,
+            speed=None if rates else offer.speed or 1.0,
+            memory_bytes=offer.memory_bytes,
+            download_bytes_per_s=max(filter(None, fetched), default=math.inf),
+            pinned=offer.pinned or known.pinned_until > now,
+            moved_s=known.moved_at,
+            left_stage=known.source if known.target is None else None,
+            leaves_s=now if present and not serving and not coming else math.inf,
+        )
+
+    # ---- joiners --------------------------------------------------------------------------------
+
+    def place(self, incarnation: str, offer: Offer) -> Placement:
+        """The stage of a joiner that leaves it to the leader. From its `join` on it counts there,
+        so that many who come at once spread."""
+        joiner = PeerLoad(
+            peer_of(incarnation), speed=offer.speed or 1.0, memory_bytes=offer.memory_bytes
+        )
+        return choose_stage(self.table(), joiner, asyncio.get_running_loop().time())
+
+    def admitted(self, member: Member) -> None:
+        """A replica takes part from now on. If it came to replace another, that is a move."""
+        old, peer = self.leader.members.get(member.offer.replaces), self._of(member.incarnation)
+        if member.arrived or (old is None and peer.target != member.stage):
+            return
+        member.arrived = True
+        if old is not None:
+            peer.source = old.stage
+        peer.target, peer.until = None, -math.inf
+        peer.moved_at = asyncio.get_running_loop().time()
+        source = -1 if peer.source is None else peer.source
+        self._tell("moved", member.incarnation, source, member.stage, "")
+
+    def _of(self, incarnation: str) -> _Peer:
+        return self._peers.setdefault(peer_of(incarnation), _Peer())
+
+    # ---- moves ----------------------------------------------------------------------------------
+
+    def after_commit(self) -> None:
+        """Order the moves that pay, if any do."""
+        serving = [m for m in self.leader.members if m.standing is Standing.SERVING]
+        if any(self.rate(member) is None for member in serving):
+            return  # whoever has not been measured yet looks like nobody
+        now, table = asyncio.get_running_loop().time(), self.table()
+        self._forget(now)
+        plan = plan_moves(table, now, self.policy)
+        self._reason = plan.reason
+        for move in plan.moves:
+            mover = next(
+                (
+                    each
+                    for each in serving
+                    if peer_of(each.incarnation) == move.peer and each.stage == move.from_stage
+                ),
+                None,
+            )
+            if mover is not None:
+                peer = self._of(mover.incarnation)
+                peer.source, peer.target = move.from_stage, move.to_stage
+                peer.until = now + RESERVED_S
+                need = table.stages[move.to_stage].memory_bytes
+                self.leader.tasks.spawn(self._order(mover, move, need), "move")
+
+    def _forget(self, now: float) -> None:
+        """Peers that are gone, once what is remembered of them has no effect any more."""
+        present = {peer_of(member.incarnation) for member in self.leader.members}
+        for name, peer in list(self._peers.items()):
+            last = max(peer.until, peer.pinned_until, peer.moved_at + self.policy.hysteresis_s)
+            if name not in present and last < now:
+                del self._peers[name]
+
+    async def _order(self, mover: Member, move: Move, memory_bytes: int) -> None:
+        leader, refusal = self.leader, ""
+        body = {
+            "term": list(leader.term),
+            "stage": move.to_stage,
+            "reason": move.reason,
+            "beside": move.keeps_serving,
+            "memory_bytes": memory_bytes,
+        }
+        try:
+            channel = leader.links.open_channel(mover.incarnation)
+            if channel is None:
+                return
+            answer = await leader.watch.ask(channel, "move", body)
+            refusal = brief(str(answer.get("refusal", "")))
+        except SwarmError as error:
+            refusal = brief(str(error))
+        peer = self._of(mover.incarnation)
+        if refusal:
+            peer.target, peer.until = None, -math.inf
+            peer.pinned_until = asyncio.get_running_loop().time() + REFUSED_S
+            self._tell("move_refused", mover.incarnation, mover.stage, move.to_stage, refusal)
+        else:
+            self._tell("move", mover.incarnation, mover.stage, move.to_stage, move.reason)
+
+    def _tell(self, what: str, replica: str, source: int, target: int, reason: str) -> None:
+        self.leader.probe(what, replica=replica, source=source, target=target, reason=reason)
+        facts = {"what": what, "replica": replica, "from": source, "to": target}
+        self.news.append({**facts, "reason": reason, "step": self.leader.next_step})
+
+    # ---- for people -----------------------------------------------------------------------------
+
+    def as_dict(self) -> dict[str, Any]:
+        """For status: rates per stage, what the best assignment and another cut could reach."""
+        pipeline = self.leader.pipeline
+        now, table = asyncio.get_running_loop().time(), self.table()
+        speeds = [table.speed(peer) for peer in table.peers]
+        costs = [need.cost for need in table.stages]
+        layers = [float(each) for each in pipeline.layer_costs]
+        scaled = [
+            cost * each / max(sum(part), 1e-9)
+            for cost, part in zip(costs, _parts(layers, pipeline.cut), strict=True)
+            for each in part
+        ]
+        cut = recut(scaled, pipeline.cut, table, now)
+        return {
+            "stages": [round(each, 4) for each in table.present_rates(now)],
+            "best": round(optimum(costs, speeds), 4),
+            "plan": self._reason,
+            "recut": {"cut": list(cut.cut), "gain": round(cut.gain, 4), "reason": cut.reason},
+            "moves": list(self.news),
+        }
+
+
+def _parts(layers: list[float], cut: tuple[int, ...]) -> list[list[float]]:
+    parts, start = [], 0
+    for count in cut:
+        parts.append(layers[start : start + count])
+        start += count
+    return parts

@@ -1,0 +1,158 @@
+"""A simulated swarm whose peers are whole processes: they choose stages, move, and serve several.
+
+As `tests.protocol.simulated`, with a `Host` per peer. A peer's device takes `speed` times the
+seconds of a microbatch times its stage's cost; a test may change the speed at any time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from peer.host import Host
+from peer.measure import device_speed
+from peer.member import Member
+from swarm.averaging.all_reduce import GroupAllReduce
+from swarm.averaging.policy import ExactPolicy
+from swarm.compute import Kind, Timed
+from swarm.net.links import Links
+from swarm.placement import MovePolicy
+from tests.protocol.simulated import OPTIMIZER, RUN_ID, FaultyCompute, Swarm
+
+EAGER = MovePolicy(hysteresis_s=5.0, horizon_s=600.0)
+
+
+class StageCompute:
+    """One stage's share of a device: what a task takes depends on whose it is."""
+
+    def __init__(self, device: FaultyCompute, seconds_of: Callable[[Kind], float]) -> None:
+        self.device, self.seconds_of, self.counts = device, seconds_of, device.counts
+
+    async def run(self, kind: Kind, task: Callable[[], Any]) -> Timed[Any]:
+        timed: Timed[Any] = await self.device.run(kind, task, self.seconds_of(kind))
+        return timed
+
+    async def aclose(self) -> None:
+        """The device is the host's."""
+
+
+@dataclass
+class AdaptiveSwarm(Swarm):
+    """`peers`: each one's stages, () where the leader chooses; their names are p0, p1, …"""
+
+    peers: Sequence[Sequence[int]] = ((),) * 6
+    costs: Sequence[float] = (1.0, 1.0, 1.0)
+    moves: MovePolicy | None = field(default_factory=lambda: EAGER)
+
+    def __post_init__(self) -> None:
+        self.hosts: dict[str, Host] = {}
+        self.fronts: dict[str, Links] = {}
+        self.said: list[str] = []
+        self.settled: dict[str, list[int]] = {}  # at the end
+        super().__post_init__()
+
+    @property
+    def members(self) -> dict[str, Member]:  # type: ignore[override]
+        """Every replica: by the name of its peer, the further ones by name+number."""
+        return {
+            f"{name}+{number}" if number else name: member
+            for name, host in self.hosts.items()
+            for number, member in enumerate(host.members)
+        }
+
+    @members.setter
+    def members(self, _: dict[str, Member]) -> None:
+        """They are those of the hosts."""
+
+    def stages(self) -> dict[str, list[int]]:
+        """Which peer serves what."""
+        return {name: sorted(host.stages) for name, host in self.hosts.items()}
+
+    def rate_of(self, placement: Mapping[str, Sequence[int]]) -> float:
+        """Microbatches/s of an assignment, as the speeds are now."""
+        rates = [0.0] * self.num_stages
+        for name, stages in placement.items():
+            for stage in stages:
+                seconds = sum(self.seconds) * self.costs[stage] * self.speed.get(name, 1.0)
+                rates[stage] += 1.0 / (seconds * len(stages))
+        return min(rates)
+
+    async def start_all(self) -> None:
+        names = [f"p{number}" for number in range(len(self.peers))]
+        await asyncio.gather(*map(self.start_peer, names, self.peers))
+
+    async def start_peer(self, name: str, stages: Sequence[int]) -> None:
+        """A process comes up: it measures its device, then asks to serve."""
+        self.lives[name] += 1
+        transport = self.network.transport(name)
+        front = Links(transport, RUN_ID, f"{name}#{self.lives[name]}", {}, silence_s=self.silence_s)
+        front.serve()
+        reducer = GroupAllReduce(transport, front.incarnation)
+        reducer.serve()
+        device = self.computes[name] = FaultyCompute()
+
+        async def find_leader() -> list[tuple[str, tuple[str, ...]]]:
+            return [(trainer, ()) for trainer in self.trainer_ids]
+
+        def cost_of(stage: int | None, kind: Kind) -> float:
+            seconds = dict(zip((Kind.FORWARD, Kind.BACKWARD), self.seconds, strict=True))
+            cost = 1.0 if stage is None else self.costs[stage]
+            return seconds.get(kind, 0.0) * self.speed.get(name, 1.0) * cost
+
+        def make(links: Links, stage: int | None) -> Member:
+            chosen: list[Member] = []
+
+            def seconds_of(kind: Kind) -> float:
+                return cost_of(chosen[0].serves if chosen else None, kind)
+
+            member = Member(
+                links,
+                self.pipeline,
+                StageCompute(device, seconds_of),
+                ExactPolicy(reducer),
+                OPTIMIZER,
+                self.trainer_ids,
+                find_leader,
+                stage=stage,
+                slots=self.slots,
+                benchmark_s=1.0,
+                speed=speed,
+                pinned=bool(stages),
+                probe=lambda point, **facts: self.on_probe(name, point, facts),
+                say=lambda line: self.said.append(f"{name}: {line}"),
+            )
+            chosen.append(member)
+            member.random.seed(f"{self.seed}/{links.incarnation}")
+            return member
+
+        def name_life() -> str:
+            self.lives[name] += 1
+            return f"{name}#{self.lives[name]}"
+
+        reference = StageCompute(device, lambda kind: cost_of(None, kind))
+        speed = await device_speed(reference, "cpu")
+        host = self.hosts[name] = Host(make, front, reducer.lives, name_life)
+        host.begin(stages or (None,))
+        self.fronts[name] = front
+        self.tasks[name] = asyncio.get_running_loop().create_task(host.run(), name=name)
+
+    def kill(self, name: str) -> None:
+        """What kill -9 does."""
+        self.tasks.pop(name).cancel()
+        host = self.hosts.pop(name)
+        host.abort()
+        self.fronts.pop(name).abort()
+        self.network.kill(name)
+
+    async def stop(self, name: str) -> None:
+        if name not in self.hosts:
+            return
+        task, host = self.tasks.pop(name), self.hosts.pop(name)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await host.aclose()
+        await self.fronts.pop(name).aclose()
+        await self.computes[name].aclose()
+        await self.network.transports[name].close()

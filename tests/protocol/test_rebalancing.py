@@ -1,0 +1,136 @@
+"""Peers that choose their stage and move, under virtual time: where they settle, and the same bits.
+
+Every run ends with the parameters of the one-process run (I6), whatever moved and died on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+from swarm.net.links import peer_of
+from tests.protocol.adaptive import AdaptiveSwarm
+from tests.protocol.simulated import baseline, plan
+
+MICROBATCHES = 6
+Act = Callable[[AdaptiveSwarm, Mapping[str, Any]], None]
+
+
+def best(swarm: AdaptiveSwarm) -> float:
+    """Microbatches/s of the best assignment of those who are there: all of them are tried."""
+    names = sorted(swarm.hosts)
+    stages = range(swarm.num_stages)
+    return max(
+        swarm.rate_of(dict(zip(names, ([stage] for stage in chosen), strict=True)))
+        for chosen in itertools.product(stages, repeat=len(names))
+    )
+
+
+def run(swarm: AdaptiveSwarm, num_steps: int, **when: Act) -> list[tuple[str, Mapping[str, Any]]]:
+    """Train; `when` names an event of the leader at whose first time something is done. Returns
+    the leader's events. At the end the peers must be placed as well as they can be."""
+    told: list[tuple[str, Mapping[str, Any]]] = []
+    reached: list[float] = []
+    probe = swarm.on_probe
+
+    def on_probe(who: str, point: str, facts: dict[str, Any]) -> None:
+        probe(who, point, facts)
+        if who == "leader":
+            told.append((point, facts))
+            if (act := when.pop(point, None)) is not None:
+                asyncio.get_running_loop().call_soon(act, swarm, facts)
+
+    swarm.on_probe = on_probe  # type: ignore[method-assign]
+
+    def at_end() -> None:
+        reached.append(swarm.rate_of(swarm.stages()) / best(swarm))
+        swarm.settled = swarm.stages()
+
+    swarm.at_end = at_end
+    assert swarm.run(num_steps)["sha256"] == baseline(num_steps, MICROBATCHES)[0]
+    assert not when, f"never happened: {list(when)}"
+    assert reached[0] >= 0.95, swarm.settled
+    return told
+
+
+def count(told: list[tuple[str, Mapping[str, Any]]], what: str) -> int:
+    return sum(point == what for point, _ in told)
+
+
+def test_six_that_come_at_once_spread() -> None:
+    swarm = AdaptiveSwarm(plan=plan(MICROBATCHES, 3))
+    told = run(swarm, 3)
+    assert count(told, "move") == 0
+    stages = Counter(facts["stage"] for point, facts in told if point == "joined")
+    assert set(stages.values()) == {2}
+    assert sum("taking stage" in line for line in swarm.said) == 6
+
+
+def test_peers_move_to_the_dear_stage_and_nothing_is_replayed() -> None:
+    swarm = AdaptiveSwarm(plan=plan(MICROBATCHES, 8), costs=(1.0, 1.0, 4.0))
+    told = run(swarm, 8)
+    assert count(told, "move") == count(told, "moved") == 2
+    assert count(told, "expelled") == count(told, "failed") == 0
+    assert sorted(stage for [stage] in swarm.settled.values()) == [0, 1, 2, 2, 2, 2]
+
+
+def test_the_slow_peer_is_not_left_alone_in_a_stage() -> None:
+    """One of six is five times slower."""
+    swarm = AdaptiveSwarm(plan=plan(MICROBATCHES, 6), costs=(1.0, 2.0, 3.0), speed={"p0": 5.0})
+    run(swarm, 6)
+
+
+def kill(swarm: AdaptiveSwarm, facts: Mapping[str, Any]) -> None:
+    swarm.kill(peer_of(facts["replica"]))
+
+
+def test_two_of_a_stage_are_killed_and_the_rest_settles_anew() -> None:
+    swarm = AdaptiveSwarm(plan=plan(MICROBATCHES, 14), costs=(1.0, 2.0, 3.0))
+    struck: list[str] = []
+
+    def kill_two(swarm: AdaptiveSwarm, facts: Mapping[str, Any]) -> None:
+        there = [name for name, stages in swarm.stages().items() if stages == [2]]
+        if len(there) < 3:  # not settled yet
+            asyncio.get_running_loop().call_later(0.5, kill_two, swarm, facts)
+            return
+        struck.extend(there[:2])
+        for name in struck:
+            swarm.kill(name)
+
+    told = run(swarm, 14, record=kill_two)
+    assert len(struck) == 2
+    assert count(told, "moved") >= 2
+
+
+def test_a_mover_that_dies_costs_a_replica_and_no_more() -> None:
+    swarm = AdaptiveSwarm(plan=plan(MICROBATCHES, 10), costs=(1.0, 1.0, 4.0))
+    told = run(swarm, 10, move=kill)
+    assert count(told, "moved") >= 1
+
+
+@pytest.mark.parametrize("point", ["move", "moved"])
+def test_the_leader_dies_during_a_move(point: str) -> None:
+    swarm = AdaptiveSwarm(plan=plan(MICROBATCHES, 10), costs=(1.0, 1.0, 4.0))
+    run(swarm, 10, **{point: lambda swarm, facts: swarm.kill_leader(1.0)})
+    assert swarm.lives["leader"] == 2
+
+
+def test_peers_that_were_given_their_stages_stay_and_may_serve_several() -> None:
+    swarm = AdaptiveSwarm(
+        plan=plan(MICROBATCHES, 4), peers=((0, 2), (1,), (0, 1, 2)), costs=(1.0, 1.0, 4.0)
+    )
+    told: list[str] = []
+    probe = swarm.on_probe
+
+    def on_probe(who: str, point: str, facts: dict[str, Any]) -> None:
+        probe(who, point, facts)
+        told.append(point)
+
+    swarm.on_probe = on_probe  # type: ignore[method-assign]
+    assert swarm.run(4)["sha256"] == baseline(4, MICROBATCHES)[0]
+    assert "move" not in told
