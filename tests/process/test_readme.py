@@ -1,0 +1,148 @@
+"""The commands of the README, run as they stand there, in its order, in one place.
+
+Only what would take long or needs another machine is changed: `--steps` stops early, addresses are
+this machine's, and `runs/NAME-ID` and the link are those that were printed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm.config import load_config
+from tests.process.forks import Command, Forks
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+STEPS = 2
+SHORT = ("--steps", str(STEPS))
+
+
+def blocks_with(text: str) -> list[str]:
+    """The console blocks that hold this text."""
+    return [block for block in re.findall(r"```console\n(.*?)```", README, re.S) if text in block]
+
+
+def commands(block: str) -> list[list[str]]:
+    lines = [line.removeprefix("$ ") for line in block.splitlines() if line.startswith("$ ")]
+    return [shlex.split(line, comments=True) for line in lines]
+
+
+def report(path: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    *steps, final = [json.loads(line) for line in path.read_text().splitlines()]
+    return steps, final
+
+
+@pytest.fixture
+def run(forks: Forks) -> Callable[..., Command]:
+    """Runs a command of ours to its good end."""
+
+    def run(words: list[str], *more: str) -> Command:
+        assert words[0] == "swarm"
+        command = forks.swarm(*words[1:], *more)
+        assert command.code() == 0, command
+        assert command.err == ""
+        return command
+
+    return run
+
+
+def test_your_own_run(run: Callable[..., Command], tmp_path: Path) -> None:
+    (first,), (second,) = blocks_with("swarm init"), blocks_with("swarm export")
+    said: dict[str, Command] = {}
+    for words in [*commands(first), *commands(second)]:
+        name = words[1]
+        words = [word.replace("runs/NAME-ID", run_dir(said)) for word in words]
+        if name in ("up", "baseline"):
+            said[name] = run(words, *SHORT, "--threads", "1", "--report", f"{name}.jsonl")
+        elif name == "eval":
+            said[name] = run(words, "--microbatches", "2")
+        else:
+            said[name] = run(words)
+    assert list(said) == ["init", "up", "status", "baseline", "export", "generate", "eval"]
+
+    config = load_config(tmp_path / "run.toml")
+    assert config.model.stages == 3
+    (up, final), (baseline, same) = (report(tmp_path / f"{n}.jsonl") for n in ("up", "baseline"))
+    assert [step["step"] for step in up] == list(range(STEPS))
+    assert up[0]["loss"] == pytest.approx(math.log(256), abs=0.3)  # bytes, nothing learned yet
+    assert [each["loss"] for each in up] == [each["loss"] for each in baseline]
+    assert final["sha256"] == same["sha256"]
+    assert f"finished: {STEPS} steps, sha256 {final['sha256']}" in said["up"].out
+    assert f"finished: {STEPS} steps, sha256 {final['sha256']}" in said["baseline"].out
+    assert "finished" in said["status"].out
+    assert f"step {STEPS} of {STEPS}" in said["status"].out
+    assert all(f"stage {stage}" in said["status"].out for stage in range(3))
+    assert (tmp_path / "model" / "config.json").is_file()
+    assert said["generate"].out.startswith("def ")
+    assert len(said["generate"].out) > 50
+    loss = float(re.match(r"loss (\S+), perplexity", said["eval"].out)[1])  # type: ignore[index]
+    assert loss == pytest.approx(up[-1]["loss"], abs=0.5)
+
+
+def run_dir(said: dict[str, Command]) -> str:
+    """The run directory that `swarm up` named."""
+    if "up" not in said:
+        return "runs/NAME-ID"
+    return re.search(r"swarm export (\S+) OUT", said["up"].out)[1]  # type: ignore[index]
+
+
+def test_from_several_machines(forks: Forks, run: Callable[..., Command], tmp_path: Path) -> None:
+    """A leader, and three peers that are given the very line it prints."""
+    run(["swarm", "init", "run.toml"])
+    (leads,), (joins,) = blocks_with("swarm train"), blocks_with("pip install -c")
+    ((_, *train),) = commands(leads)
+    assert train[:2] == ["train", "run.toml"]
+    (listen,) = [word for word in train if word.startswith("/ip4/")]
+    here = re.sub(r"0\.0\.0\.0/tcp/\d+", "127.0.0.1/tcp/0", listen)
+    leader = forks.swarm(*[here if word == listen else word for word in train], *SHORT)
+    printed = re.search(r"^join with: (swarm-peer --join \S+)$", f"{leader.link and leader.out}",
+                        re.M)  # fmt: skip
+    assert printed is not None
+    shown = re.search(r"^join with: (swarm-peer --join) swarm://\S+$", leads, re.M)
+    assert shown is not None
+    assert printed[1].startswith(shown[1])
+    _, *join = shlex.split(printed[1])
+    peers = [forks.peer(*join, "--listen", here) for _ in range(3)]
+    assert leader.code() == 0, leader
+    assert f"finished: {STEPS} steps" in leader.out
+    for peer in peers:
+        assert peer.code() == 0, peer
+    expected = [line for line in joins.splitlines() if line and not line.startswith("$ ")]
+    said = [list(phases(peer.out)) for peer in peers]
+    for line in phases("\n".join(expected)):
+        if not line.startswith("downloading"):  # nothing is trained yet, so nothing to fetch
+            assert all(line in each for each in said), (line, said)
+    assert {n for peer in peers for n in re.findall(r"^serving stage (\d)$", peer.out, re.M)} == {
+        "0", "1", "2"
+    }  # fmt: skip
+
+
+def phases(text: str) -> Iterator[str]:
+    """Lines without their numbers."""
+    return (re.sub(r"\d+", "N", line) for line in text.splitlines())
+
+
+def test_what_is_proven_at_first(run: Callable[..., Command], tmp_path: Path) -> None:
+    """The table's first two rows: the swarm's sha256 is the baseline's."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    rows = [line for line in README.splitlines() if line.startswith("| ") and "`swarm up" in line]
+    assert len(rows) == 1
+    up, baseline = (shlex.split(each) for each in re.findall(r"`(swarm [^`]*)`", rows[0]))
+    (also,) = re.findall(r"the same with `(\S+\.toml)`", README)
+    for path in ("examples/exact.toml", also):
+        for name, words in (("up", up), ("baseline", baseline)):
+            words = [path if word == "examples/exact.toml" else word for word in words]
+            run(words, *SHORT, "--report", f"{name}.jsonl")
+        (steps, final), (others, same) = (
+            report(tmp_path / f"{name}.jsonl") for name in ("up", "baseline")
+        )
+        assert [each["loss"] for each in steps] == [each["loss"] for each in others]
+        assert final["sha256"] == same["sha256"], path
