@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from peer.leader import Batches, Plan, StepResult
+from peer.snapshots import Snapshot
 from swarm.model.layout import model_sha256
 from swarm.model.stage import ModelPipeline
 from swarm.optim import OptimizerSettings, clip_scale
@@ -42,10 +43,16 @@ class Baseline:
         self.plan, self.pipeline, self.batches = plan, pipeline, batches
         stage = pipeline.build_stage(0, device)
         self.state = StageState(stage, optimizer, accumulate=accumulate, device=device)
+        self.first_step = 0
+
+    def resume(self, snapshot: Snapshot) -> None:
+        """Begin with a checkpoint's state. Raises WireError when it is not of this model."""
+        self.state.load(snapshot.tensors, snapshot.updates)
+        self.first_step = snapshot.step
 
     def steps(self, num_steps: int) -> Iterator[StepResult]:
         """Train, yielding each step's result; `wall_s` is real time."""
-        for step in range(num_steps):
+        for step in range(self.first_step, num_steps):
             yield self._step(step)
 
     def _step(self, step: int) -> StepResult:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ class Checkpointer:
     """Writes checkpoints of a run into its directory.
 
     `note(step=, path=)` is told of each that is complete, `note(step=, reason=)` of each that could
-    not be had. `tokenizer` is kept beside the weights, so
-    that an export needs no data.
+    not be had. `tokenizer` is kept beside the weights, so that an export needs no data. `parent` is
+    what the manifest says of the run that this one goes on from.
     """
 
     def __init__(
@@ -39,10 +39,11 @@ class Checkpointer:
         run_dir: Path,
         *,
         tokenizer: Any = None,
+        parent: Mapping[str, Any] | None = None,
         note: Callable[..., object] = lambda **facts: None,
     ) -> None:
         self.config, self.pipeline, self.run_dir = config, pipeline, run_dir
-        self._tokenizer, self._note = tokenizer, note
+        self._tokenizer, self.parent, self._note = tokenizer, parent, note
 
     async def take(self, leader: Leader) -> Path | None:
         """A checkpoint of the newest commit. None, and training may go on, when it cannot be had.
@@ -50,24 +51,31 @@ class Checkpointer:
         The replicas copy their states at once; fetching and writing happen beside training only if
         the caller does not wait.
         """
-        step = leader.next_step
+        step, epoch = leader.next_step, leader.record.epoch if leader.record else 0
         try:
             states = await fetch_states(leader)
-            return await asyncio.to_thread(self._write, step, states)
+            path = await asyncio.to_thread(self._write, step, epoch, states)
+            leader.saved_step = step
+            return path
         except SwarmError as error:
             self._note(step=step, reason=str(error))
             return None
 
-    def _write(self, step: int, states: Sequence[Snapshot]) -> Path:
+    def _write(self, step: int, epoch: int, states: Sequence[Snapshot]) -> Path:
         staging = checkpoints.begin(self.run_dir, step)
         try:
-            stages = [self._write_stage(staging, k, state) for k, state in enumerate(states)]
-            manifest = {
+            stages = [
+                write_state(staging, self.pipeline, k, state) for k, state in enumerate(states)
+            ]
+            manifest: dict[str, Any] = {
                 "step": step,
+                "epoch": epoch,
                 "run_id": self.config.run_id,
                 "config": json.loads(canonical_bytes(self.config)),
                 "stages": stages,
             }
+            if self.parent is not None:
+                manifest["parent"] = dict(self.parent)
             path = checkpoints.complete(staging, manifest, self._tokenizer)
         except BaseException:
             checkpoints.abandon(staging)
@@ -76,15 +84,22 @@ class Checkpointer:
         self._note(step=step, path=str(path))
         return path
 
-    def _write_stage(self, staging: Path, stage: int, state: Snapshot) -> dict[str, Any]:
-        layout = stage_layout(self.pipeline, stage)
-        optimizer: dict[str, Tensor] = {}
-        for name, tensor in state.tensors.items():
-            if name != "parameters":
-                optimizer |= split_state(layout, name.removeprefix("optimizer."), tensor)
-        meta = {"updates": state.updates, "fingerprint": state.fingerprint}
-        parameters = layout.slices(state.tensors["parameters"])
-        return checkpoints.write_stage(staging, stage, parameters, optimizer, meta)
+
+def write_state(
+    staging: Path, pipeline: ModelPipeline, stage: int, state: Snapshot
+) -> dict[str, Any]:
+    """Write one stage of a checkpoint; returns its entry for the manifest. Blocking.
+
+    Raises StorageError.
+    """
+    layout = stage_layout(pipeline, stage)
+    optimizer: dict[str, Tensor] = {}
+    for name, tensor in state.tensors.items():
+        if name != "parameters":
+            optimizer |= split_state(layout, name.removeprefix("optimizer."), tensor)
+    meta = {"updates": state.updates, "fingerprint": state.fingerprint}
+    parameters = layout.slices(state.tensors["parameters"])
+    return checkpoints.write_stage(staging, stage, parameters, optimizer, meta)
 
 
 SEPARATOR = "|"  # between an optimizer state's name and a parameter's; in neither

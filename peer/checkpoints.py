@@ -80,10 +80,11 @@ def write_stage(
 def complete(staging: Path, manifest: Mapping[str, Any], tokenizer: Any = None) -> Path:
     """Make a checkpoint real: manifest, sync, rename. Returns `checkpoints/step-N`.
 
-    `manifest` has `step`, `run_id`, `config` (the canonical config as a dict) and `stages`, the
-    entries of `write_stage` for stages 0, 1, …. A `tokenizer` (anything with `save_tokenizer`) is
-    kept beside them, so that an export needs no data. A checkpoint of the same step is replaced.
-    Raises StorageError; then there is no new checkpoint, and `staging` is gone.
+    `manifest` has `step`, `run_id`, `config` (the canonical config as a dict), `stages`, the
+    entries of `write_stage` for stages 0, 1, …, and if not 0 the `epoch`. A `tokenizer` (anything
+    with `save_tokenizer`) is kept beside them, so that an export needs no data. A checkpoint of
+    the same step is replaced. Raises StorageError; then there is no new checkpoint, and `staging`
+    is gone.
     """
     value = {"format": FORMAT, **manifest}
     _check(value, staging)
@@ -114,7 +115,18 @@ def abandon(staging: Path) -> None:
 
 def latest(run_dir: str | Path) -> Path | None:
     """The newest complete checkpoint of a run; torn and incomplete ones are ignored."""
-    return next(iter(_newest_first(Path(run_dir) / "checkpoints")), None)
+    return next(iter(newest_first(run_dir)), None)
+
+
+def newest_first(run_dir: str | Path) -> list[Path]:
+    """The complete checkpoints of a run: those of later epochs first, then of later steps."""
+    complete = []
+    for path in _directories(Path(run_dir) / "checkpoints"):
+        with contextlib.suppress(DataError):
+            manifest = load_manifest(path)
+            if manifest["step"] == _step_of(path):
+                complete.append(((int(manifest.get("epoch", 0)), _step_of(path)), path))
+    return [path for _, path in sorted(complete, reverse=True)]
 
 
 def load_manifest(directory: str | Path) -> dict[str, Any]:
@@ -152,13 +164,12 @@ def prune(run_dir: str | Path, keep: int) -> list[Path]:
     A directory that cannot be deleted stays, without an error. Torn ones older than those kept go
     as well.
     """
-    root = Path(run_dir) / "checkpoints"
-    kept = _newest_first(root)[: max(keep, 1)]
-    gone = []
+    whole = newest_first(run_dir)
+    kept, gone = whole[: max(keep, 1)], []
     if kept:
-        oldest = _step_of(kept[-1])
-        for path in _directories(root):
-            if _step_of(path) < oldest:
+        oldest = min(_step_of(path) for path in kept)
+        for path in _directories(Path(run_dir) / "checkpoints"):
+            if path not in kept and (path in whole or _step_of(path) < oldest):
                 with contextlib.suppress(OSError):
                     _remove(path)
                     gone.append(path)
@@ -173,15 +184,6 @@ def _directories(root: Path) -> list[Path]:
     return sorted(found, key=_step_of, reverse=True)
 
 
-def _newest_first(root: Path) -> list[Path]:
-    complete = []
-    for path in _directories(root):
-        with contextlib.suppress(DataError):
-            if load_manifest(path)["step"] == _step_of(path):
-                complete.append(path)
-    return complete
-
-
 def _step_of(path: Path) -> int:
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match else -1
@@ -194,6 +196,8 @@ def _check(manifest: Any, directory: Path) -> None:
     stages: Sequence[Any] = manifest["stages"]
     if type(manifest["step"]) is not int or not stages:
         raise ValueError("it names no step or no stages")
+    if type(manifest.get("epoch", 0)) is not int:
+        raise ValueError("its epoch is no number")
     entries = []
     for number, entry in enumerate(stages):
         if entry["stage"] != number:

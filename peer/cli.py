@@ -32,6 +32,10 @@ Report = Annotated[Path | None, typer.Option(help="Write a report, JSON lines, t
 RunDir = Annotated[
     Path | None, typer.Option("--dir", help="Where the run's files go [default: runs/NAME-ID].")
 ]
+Resume = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Go on from this run's or checkpoint's saved state."),
+]
 Plain = Annotated[bool, typer.Option("--plain", help="One line a step instead of the live view.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug logs.")]
 Threads = Annotated[
@@ -112,6 +116,7 @@ def train(
         str | None, typer.Option(help="The run's join link, for a trainer that stands by.")
     ] = None,
     lan: Annotated[bool, typer.Option("--lan", help="Be found by swarm-peer --lan.")] = False,
+    resume: Resume = None,
     plain: Plain = False,
     debug: Debug = False,
 ) -> None:
@@ -119,6 +124,7 @@ def train(
 
     Started again in the same place it goes on where it was stopped. Where run.trainers lists
     several machines, all but one stand by, and one of them goes on when the leader is gone.
+    --resume takes the run back to its newest checkpoint; with a changed file it begins a new run.
     """
     with fail_in_one_line(debug):
         from peer.commands import lead
@@ -133,6 +139,7 @@ def train(
             identity=identity,
             join=join,
             lan=lan,
+            resume=resume,
             plain=plain,
         )
 
@@ -158,6 +165,7 @@ def up(
     threads: Threads = None,
     device: Device = "auto",
     web: Annotated[bool, typer.Option("--web", help="Serve a page about it meanwhile.")] = False,
+    resume: Resume = None,
     plain: Plain = False,
     debug: Debug = False,
 ) -> None:
@@ -177,6 +185,7 @@ def up(
             threads=threads,
             device=device,
             web=web,
+            resume=resume,
             plain=plain,
         )
 
@@ -207,6 +216,7 @@ def baseline(
     report: Report = None,
     threads: Annotated[int, typer.Option(help="CPU threads; 1 as local peers have.", min=1)] = 1,
     device: Device = "auto",
+    resume: Resume = None,
     debug: Debug = False,
 ) -> None:
     """Train the same run in one process, to compare.
@@ -216,7 +226,7 @@ def baseline(
     with fail_in_one_line(debug):
         from peer.commands import run_baseline
 
-        run_baseline(run, steps=steps, report=report, threads=threads, device=device)
+        run_baseline(run, steps=steps, report=report, threads=threads, device=device, resume=resume)
 
 
 @app.command()

@@ -33,6 +33,7 @@ def lead(
     identity: Path | None,
     join: str | None,
     lan: bool,
+    resume: Path | None,
     plain: bool,
 ) -> None:
     """`swarm train`: lead the run of a file with whoever joins; goes on where it stopped."""
@@ -47,6 +48,8 @@ def lead(
     link = parse_link(join) if join else None
     if lan:
         require_lan()
+    if resume is not None and directory is None:
+        directory = continued(config, resume)
     config, mine = as_trainer(config, directory, identity)
     if link is not None and link.run_id != config.run_id:
         raise JoinError(
@@ -56,11 +59,11 @@ def lead(
     run_dir = run_directory(config, directory)
     num_steps = steps_to_train(config, steps)
     committed = committed_steps(run_dir)
-    if committed >= num_steps:
+    if committed >= num_steps and resume is None:
         print(f"nothing to do: {committed} of {num_steps} steps are trained already")
         print(f"export with: swarm export {run_dir} OUT")
         return
-    if committed:
+    if committed and resume is None:
         print(f"going on after {committed} steps, with the peers that hold them")
     with TerminalView(plain=plain) as view:
         process = LeaderProcess(
@@ -73,6 +76,8 @@ def lead(
             show=(follower := Follower(view, run_dir)).show,
             lan=lan,
             bootstrap=link.addresses if link else (),
+            resume=resume,
+            say=view.note,
         )
         try:
             where = ports_as_before(run_dir, listen)
@@ -125,6 +130,33 @@ def as_trainer(
     return with_trainers(config, [claimed.peer_id]), claimed
 
 
+def continued(config: RunConfig, source: Path) -> Path | None:
+    """The run directory of `source`, itself or a checkpoint in it, if `config` is that run's.
+
+    None: it is another run, and would begin with that state in a directory of its own.
+    """
+    from peer.launch import stamp
+
+    run_dir = source.parent.parent if source.parent.name == "checkpoints" else source
+    if not (run_dir / "run.json").exists():
+        return None
+    theirs = config_in(run_dir)
+    named = config.run.trainers or theirs.run.trainers
+    mine = stamp(with_trainers(config, named), "")
+    return run_dir if canonical_bytes(mine) == canonical_bytes(theirs) else None
+
+
+def config_in(run_dir: Path) -> RunConfig:
+    """What the run in this directory was started with. Raises StorageError, JoinError."""
+    from swarm.config import from_canonical, run_id_of
+
+    try:
+        data = (run_dir / "run.json").read_bytes()
+    except OSError as error:
+        raise StorageError(f"cannot read {run_dir}: {error.strerror}") from None
+    return from_canonical(data, run_id_of(data))
+
+
 def trainer_id() -> str:
     """The peer id this machine leads with unless told otherwise; made when there is none."""
     from swarm.net.identity import load_identity
@@ -137,6 +169,23 @@ def _holds(run_dir: Path, config: RunConfig) -> bool:
         return (run_dir / "run.json").read_bytes() == canonical_bytes(config)
     except OSError:
         return False
+
+
+def led_by(run_dir: Path) -> Identity:
+    """The identity of this machine that led the run in `run_dir`.
+
+    Raises ConfigError when it is not here: only a trainer that the run names can go on with it.
+    """
+    from swarm.net.identity import load_identity
+
+    named = config_in(run_dir).run.trainers
+    for path in sorted((data_home() / "trainer").glob("identity*.key")):
+        if (found := load_identity(path)).peer_id in named:
+            return found
+    raise ConfigError(
+        f"this machine has not the identity that led {run_dir}",
+        "resume where it was led, or list another trainer in run.trainers to begin a new run",
+    )
 
 
 def spare_identity() -> Identity:
@@ -204,6 +253,7 @@ def run_locally(
     threads: int | None,
     device: str,
     web: bool,
+    resume: Path | None,
     plain: bool,
 ) -> None:
     """`swarm up`: a whole swarm on this machine."""
@@ -217,10 +267,12 @@ def run_locally(
             f"--peers names stages {sorted(counts)}, the run has 0 to {config.model.stages - 1}",
             "give every stage at least one replica",
         )
-    trainer = spare_identity()
+    trainer, same = spare_identity(), None
+    if resume is not None and (same := continued(config, resume)) is not None:
+        trainer = led_by(same)
     with importing(config, threads or max(1, num_cores() // sum(counts.values()))) as server:
         config = stamped(config, trainer.peer_id)
-        run_dir = fresh_directory(config, directory)
+        run_dir = same or fresh_directory(config, directory)
         final = follow(
             lambda say: LocalSwarm(
                 config,
@@ -232,6 +284,7 @@ def run_locally(
                 threads=threads,
                 device=device,
                 web=web,
+                resume=resume,
                 server=server,
                 say=say,
             ),
@@ -257,10 +310,17 @@ def importing(config: RunConfig, threads: int) -> Iterator[ForkServer]:
 
 
 def run_baseline(
-    run: Path, *, steps: int | None, report: Path | None, threads: int, device: str
+    run: Path,
+    *,
+    steps: int | None,
+    report: Path | None,
+    threads: int,
+    device: str,
+    resume: Path | None,
 ) -> None:
     """`swarm baseline`: the oracle."""
     from peer.baseline import Baseline
+    from peer.export import find_checkpoint
     from peer.launch import (
         be_exact,
         choose_device,
@@ -270,6 +330,7 @@ def run_baseline(
         whole_model,
     )
     from peer.report import ReportWriter, final_report
+    from peer.resume import CheckpointReader
     from peer.view import plain_line
 
     config = load_config(run)
@@ -286,6 +347,10 @@ def run_baseline(
             accumulate=config.update.accumulate,
             device=where,
         )
+        if resume is not None:
+            whole = CheckpointReader(find_checkpoint(resume), oracle.pipeline, config.optimizer)
+            oracle.resume(whole.snapshot(0))
+            print(f"resuming from step {whole.step}")
         began, tokens = time.monotonic(), 0
         for result in oracle.steps(num_steps):
             tokens += result.tokens

@@ -51,8 +51,8 @@ class LocalSwarm:
 
     `config` is stamped (`peer.launch.stamp`) with the identity in `identity_path`. `peers` is
     {stage: replicas} or a sequence of (stage, threads or None); a stage of None is `auto`.
-    `server` is one that `warm_up` began. `say` gets a line when a process dies, `on_step` each
-    step's line of the report.
+    `resume` is a run directory or checkpoint to go on from. `server` is one that `warm_up` began.
+    `say` gets a line when a process dies, `on_step` each step's line of the report.
     """
 
     preload_target = PRELOAD
@@ -76,6 +76,7 @@ class LocalSwarm:
         drain_s: float = 10.0,
         cache_dir: Path | None = None,
         web: bool = False,
+        resume: Path | None = None,
         server: ForkServer | None = None,
         say: Callable[[str], None] = print,
         on_step: Callable[[dict[str, Any]], None] = lambda step: None,
@@ -98,6 +99,7 @@ class LocalSwarm:
         self._listen, self._drain_s = list(listen), drain_s
         self._deadline_s, self._cache_dir, self._web = deadline_s, cache_dir, web
         self.url = ""  # of the dashboard
+        self._resume = resume  # by the leader's first life only
         self._say, self._on_step = say, on_step
         self._server = server
         self._linked = asyncio.Event()
@@ -298,8 +300,10 @@ class LocalSwarm:
             "deadline_s": self._deadline_s,
             "listen": list(listen),
             "cache_dir": None if self._cache_dir is None else str(self._cache_dir),
+            "resume": None if self._resume is None else str(self._resume),
             "threads": 1,
         }
+        self._resume = None
         await self._spawn(process, self.leader_target, arguments)
         self._watching = self._spawn_task(self._watch_leader())
 

@@ -68,6 +68,8 @@ def leader(arguments: Mapping[str, Any], tell: Tell) -> int:
             on_link=lambda link: tell({"link": link}),
             on_step=lambda result: tell({"step": step_line(result)}),
             cache_dir=_path(arguments["cache_dir"]),
+            resume=_path(arguments["resume"]),
+            say=lambda line: tell({"say": line}),
         )
         tell({"report": await process.run(listen=arguments["listen"])})
 

@@ -20,6 +20,7 @@ class Status:
         self.run_id, self.name, self.num_steps, self.shape = run_id, name, num_steps, shape
         self.leader: Leader | None = None  # None: another trainer leads
         self.link = ""
+        self.parent: Mapping[str, Any] | None = None  # the run this one goes on from
         self._last_rows: list[Mapping[str, Any]] | None = None
         self.state, self.reason = "waiting", "waiting for peers"
         self.losses: deque[tuple[int, float]] = deque(maxlen=RECENT)
@@ -107,15 +108,20 @@ class Status:
             },
             "started_at": self.started_at,
             "updated_at": time.time(),
+            "parent": dict(self.parent) if self.parent else None,
             "epoch": leader.term.epoch if leader else 0,
             "term": leader.term.counter if leader else 0,
         }
 
     @staticmethod
     def _waits_for(leader: Leader, stage: int) -> str:
-        if leader.next_step > 0 and leader.members.of_stage(stage):
-            return f"waiting for a peer that holds the state of stage {stage}: nobody here does"
-        return f"waiting for a peer in stage {stage}"
+        if leader.restoring.trouble:
+            return f"waiting: stage {stage} has lost its state, and {leader.restoring.trouble}"
+        if leader.restoring.waiting_for is None:
+            return f"waiting for a peer in stage {stage}"
+        if leader.members.of_stage(stage):
+            return f"waiting for who holds the state of stage {stage}, else for the last checkpoint"
+        return f"waiting for a peer in stage {stage}, whose state is lost: then from the checkpoint"
 
     def finish(self) -> None:
         """The run is over: who served to the end stays in the picture."""

@@ -30,6 +30,8 @@ from peer.observe import Observations
 from peer.publish import Status
 from peer.quorum import Quorum
 from peer.report import ReportWriter, final_report, step_line
+from peer.restoring import Origin
+from peer.resume import SavedStates, parent_of, take_over
 from peer.trainer import Trainer
 from swarm.config import RunConfig, canonical_bytes
 from swarm.data.dataset import Dataset
@@ -56,7 +58,9 @@ class LeaderProcess:
     """One trainer that leads a run. `config` must be stamped (see `peer.launch.stamp`).
 
     `start_with` is how many replicas each stage waits for before the first step (one, if left
-    out). `on_link`, `on_step` and `show` (the status, twice a second) are for whoever watches.
+    out). With `resume`, a run directory or a checkpoint, the run goes back to that state or, if it
+    is of another run, begins with it. `say` gets lines for people. `on_link`, `on_step` and `show`
+    (the status, twice a second) are for whoever watches.
     """
 
     def __init__(
@@ -75,6 +79,8 @@ class LeaderProcess:
         cache_dir: Path | None = None,
         lan: bool = False,
         bootstrap: Sequence[str] = (),
+        resume: Path | None = None,
+        say: Callable[[str], None] = log.warning,
     ) -> None:
         self.config, self.run_dir, self.identity = config, run_dir, identity
         self.num_steps = steps_to_train(config, steps)
@@ -87,7 +93,7 @@ class LeaderProcess:
         self.status = Status(config.run_id, config.run.name, self.num_steps, self.pipeline)
         self._on_link, self._on_step, self._show = on_link, on_step, show
         self._cache_dir, self._lan = cache_dir, lan
-        self._bootstrap = tuple(bootstrap)
+        self._bootstrap, self._resume, self._say = tuple(bootstrap), resume, say
         self._addresses: dict[str, tuple[str, ...]] = group_by_trainer(bootstrap)
         self._shown: Mapping[str, Any] = self.status.as_dict()  # the status as last built
 
@@ -111,11 +117,12 @@ class LeaderProcess:
             self._begin_status()
             stack.callback(self._write_status)
             stack.push(self._note_failure)
+            origin = await self._go_back()
             node = await Node.open(
                 self.identity, listen=listen, announce=announce, bootstrap=self._bootstrap
             )
             stack.push_async_callback(node.close)
-            trainer = self._make_trainer(node, disk, dataset)
+            trainer = self._make_trainer(node, disk, dataset, origin)
             stack.push_async_callback(trainer.links.aclose)
             stack.push_async_callback(trainer.aclose)
             tasks = TaskSet()
@@ -139,7 +146,7 @@ class LeaderProcess:
             self.status.state, self.status.reason = "failed", str(error)
 
     def _make_trainer(
-        self, node: Node, disk: FileDisk, dataset: Dataset
+        self, node: Node, disk: FileDisk, dataset: Dataset, origin: Origin | None
     ) -> Trainer[dict[str, Any]]:
         run_id, me = self.config.run_id, self.identity.peer_id
         links = Links(
@@ -160,8 +167,11 @@ class LeaderProcess:
             self.pipeline,
             self.run_dir,
             tokenizer=dataset.tokenizer,
+            parent=self.status.parent,
             note=lambda **facts: self.events.emit("checkpoint", **facts),
         )
+
+        saved = SavedStates(self.run_dir, self.config, self.pipeline, say=self._say)
 
         def make_leader() -> Leader:
             leader = Leader(
@@ -172,6 +182,7 @@ class LeaderProcess:
                 seed=self.config.run.seed,
                 same_numerics=not has_portable_optimizer(self.config),
                 probe=self._note,
+                saved=saved,
             )
             leader.links = links
             return leader
@@ -186,12 +197,27 @@ class LeaderProcess:
             disk,
             addresses=lambda peer: self._addresses.get(peer, ()),
         )
-        trainer = Trainer(links, quorum, make_leader, lead, on_role=self._on_role)
+        trainer = Trainer(
+            links, quorum, make_leader, lead, on_role=self._on_role, going_back_to=origin
+        )
         return trainer
+
+    async def _go_back(self) -> Origin | None:
+        """The state that `--resume` means, in this run's directory."""
+        origin = None
+        if self._resume is not None:
+            origin = await asyncio.to_thread(
+                take_over, self._resume, self.run_dir, self.config, self.pipeline, self._say
+            )
+            self._say(f"resuming from step {origin.step}")
+        self.status.parent = parent_of(self.run_dir)
+        return origin
 
     def _on_role(self, text: str) -> None:
         if not text.startswith("leading"):
             self.status.stand_by()
+        if text.startswith("going back"):
+            self._say(text)
         log.info("%s", text)
 
     def _prepare_directory(self) -> None:
@@ -222,13 +248,15 @@ class LeaderProcess:
             )
             if all(present[stage] >= count for stage, count in wanted.items()):
                 return
+            if leader.fatal is not None:
+                raise leader.fatal
             await leader.wake.wait()
 
     async def _lead(
         self, trainer: Trainer[dict[str, Any]], leader: Leader, checkpointer: Checkpointer
     ) -> dict[str, Any]:
         status = self.status
-        if leader.next_step == 0:
+        if leader.record is None or leader.record.restores:
             await self._await_peers(leader)
         status.state, status.reason = "training", ""
         began = time.monotonic()
@@ -240,6 +268,7 @@ class LeaderProcess:
             self._on_step(result)
             self.events.emit("step", **step_line(result))
         wall_s = time.monotonic() - began
+        await leader.restoring.until_held()
         await checkpointer.take(leader)
         final = {
             "run_id": self.config.run_id,

@@ -199,6 +199,12 @@ def event_text(event: Mapping[str, Any]) -> str | None:
             return f"nothing comes from {who}: new work goes to others{at}"
         case "bad_chunk":
             return f"{who} gave wrong bytes to a joiner, which fetched them elsewhere"
+        case "paused":
+            return f"paused: nobody has the state of{of} any more, it needs a peer{at}"
+        case "epoch":
+            return f"epoch {integer(event.get('epoch'))}: the run went back{at}"
+        case "damaged":
+            return f"a checkpoint cannot be restored{why}"
         case "hold":
             return f"waiting a moment for a joiner{at}"
         case "move":

@@ -19,11 +19,12 @@ FLAGS = {
     "init": "PATH --debug",
     "id": "--debug",
     "train": "RUN.toml --announce --debug --dir --identity --join --lan --listen --plain --report "
-    "--steps",
-    "up": "RUN.toml --debug --device --dir --peers --plain --report --steps --threads --web",
+    "--resume --steps",
+    "up": "RUN.toml --debug --device --dir --peers --plain --report --resume --steps --threads "
+    "--web",
     "demo": "--debug --dir --minutes --plain",
     "chaos": "RUN.toml --debug --dir --every --minutes --peers --seed",
-    "baseline": "RUN.toml --debug --device --report --steps --threads",
+    "baseline": "RUN.toml --debug --device --report --resume --steps --threads",
     "status": "WHERE --debug --json",
     "dashboard": "--data-dir --debug --hide-join --host --join --port",
     "report": "RUN_DIR --debug --out",

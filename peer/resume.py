@@ -1,0 +1,312 @@
+"""Checkpoints on disk as states to go on from: read, checked, and cut as the present run is cut.
+
+A checkpoint stores parameters and optimizer state by the names of the whole model, so any cut can
+be made of it (`peer.checkpointing`). What is read is hashed each time; a checkpoint that cannot be
+read gives one line, and the one before it is taken.
+
+A run that goes on from a checkpoint of another one (a changed file, or only another cut) copies it
+into its own directory first, cut anew, and keeps in `parent.json` where it comes from: from then on
+it needs nothing of the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from peer import checkpoints
+from peer.checkpointing import SEPARATOR, split_state, stage_layout, write_state
+from peer.disk import write_durably
+from peer.inquiries import snapshot_mark
+from peer.restoring import Origin
+from peer.snapshots import Snapshot
+from swarm.config import RunConfig, canonical_bytes
+from swarm.errors import DataError
+from swarm.model import ModelPipeline
+from swarm.optim import OptimizerSettings, make_optimizer
+from swarm.terms import Record
+
+PARENT = "parent.json"
+
+
+class CheckpointReader:
+    """One complete checkpoint, cut as `pipeline` is. All methods block.
+
+    Raises DataError when it is not complete, or not of this model.
+    """
+
+    def __init__(
+        self, directory: Path, pipeline: ModelPipeline, optimizer: OptimizerSettings
+    ) -> None:
+        self.directory, self.pipeline, self.optimizer = directory, pipeline, optimizer
+        self.manifest = checkpoints.load_manifest(directory)
+        self.sha256 = hashlib.sha256((directory / checkpoints.MANIFEST).read_bytes()).hexdigest()
+        self._where: dict[str, int] = {}
+        for entry in self.manifest["stages"]:
+            for name in self._names_in(directory / entry["file"]):
+                self._where[name] = entry["stage"]
+        self._part: tuple[int, dict[str, Tensor], dict[str, Tensor]] | None = None
+
+    @property
+    def step(self) -> int:
+        step: int = self.manifest["step"]
+        return step
+
+    @staticmethod
+    def _names_in(path: Path) -> list[str]:
+        try:
+            with safe_open(path, "pt") as file:
+                return list(file.keys())
+        except (OSError, SafetensorError) as error:
+            raise DataError(f"cannot read {path}: {error}", "use another checkpoint") from None
+
+    def origin(self) -> Origin:
+        """What an epoch that begins with it names; every file is read and checked."""
+        stages = range(self.pipeline.num_stages)
+        marks = {stage: self.snapshot(stage).fingerprint for stage in stages}
+        return Origin(self.step, self.sha256, marks)
+
+    def snapshot(self, stage: int) -> Snapshot:
+        """The state of a stage of `pipeline`. Raises DataError."""
+        layout = stage_layout(self.pipeline, stage)
+        wanted = make_optimizer(self.optimizer, layout, "meta").state()
+        if lacking := [name for name in layout.names if name not in self._where]:
+            raise DataError(f"{self.directory} is of another model: it lacks {lacking[0]}")
+        tensors = {"parameters": torch.zeros(layout.total)}
+        for name, like in wanted.items():
+            tensors[f"optimizer.{name}"] = torch.zeros(like.shape)
+        updates = set()
+        for source in sorted({self._where[name] for name in layout.names}):
+            parameters, states = self._read(source)
+            updates.add(self.manifest["stages"][source]["meta"]["updates"])
+            for name, view in layout.slices(tensors["parameters"]).items():
+                if name in parameters:
+                    self._copy(name, parameters[name], view)
+            kinds = {name.split(SEPARATOR, 1)[0] for name in states}
+            if kinds != wanted.keys():
+                raise DataError(
+                    f"{self.directory} holds the state of another optimizer",
+                    "resume with the [optimizer] name and momentum it was trained with",
+                )
+            for kind in wanted:
+                for name, view in split_state(layout, kind, tensors[f"optimizer.{kind}"]).items():
+                    if name in states:
+                        self._copy(name, states[name], view)
+                    elif SEPARATOR not in name or name.split(SEPARATOR, 1)[1] in parameters:
+                        raise DataError(
+                            f"{self.directory}: the state of this optimizer cannot be cut anew",
+                            "resume with the cut it was trained with",
+                        )
+        if len(updates) != 1:
+            raise DataError(f"the stages of {self.directory} do not belong together")
+        snapshot = Snapshot(self.step, int(updates.pop()), "", None, tensors)
+        snapshot.fingerprint = snapshot_mark(snapshot)
+        return snapshot
+
+    def _copy(self, name: str, source: Tensor, target: Tensor) -> None:
+        if source.shape != target.shape or source.dtype != target.dtype:
+            shapes = f"{tuple(source.shape)} instead of {tuple(target.shape)}"
+            raise DataError(f"{self.directory} is of another model: {name} is {shapes}")
+        target.copy_(source)
+
+    def _read(self, source: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """A stage as it was written, hashed. The last one is kept: the next may need it too."""
+        if self._part is None or self._part[0] != source:
+            self._part = None
+            parameters = checkpoints.read_stage_parameters(self.directory, source)
+            states = checkpoints.read_stage_optimizer(self.directory, source)
+            self._part = (source, parameters, states)
+        return self._part[1], self._part[2]
+
+
+class SavedStates:
+    """The checkpoints in a run's directory, for its leader (`peer.restoring.Saved`).
+
+    `say` gets a line for each that is passed over.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: RunConfig,
+        pipeline: ModelPipeline,
+        *,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.run_dir, self.config, self.pipeline, self.say = run_dir, config, pipeline, say
+        self._alone = len(config.run.trainers) <= 1
+        self._reader: CheckpointReader | None = None
+
+    async def newest(self, record: Record | None) -> Origin:
+        return await asyncio.to_thread(self._newest, record)
+
+    async def state(self, record: Record, stage: int) -> Snapshot:
+        return await asyncio.to_thread(self._state, record, stage)
+
+    def _newest(self, record: Record | None) -> Origin:
+        notes: list[str] = []
+        for path in checkpoints.newest_first(self.run_dir):
+            try:
+                reader = self._open(path)
+                if record is None or on_the_way(reader.manifest, record):
+                    origin = reader.origin()
+                    self._must_be_newest(origin.step, record)
+                    return Origin(origin.step, origin.checkpoint, origin.fingerprints, tuple(notes))
+            except DamagedError:
+                raise
+            except DataError as error:
+                notes.append(f"passed over checkpoint {path.name}: {error.message}")
+                self.say(notes[-1])
+        if (self.run_dir / PARENT).exists():
+            raise DataError(f"no checkpoint in {self.run_dir} can be read")
+        self._must_be_newest(0, record)
+        return Origin(0, notes=tuple(notes))
+
+    def _must_be_newest(self, step: int, record: Record | None) -> None:
+        """Another trainer may have led when the newest checkpoint was written."""
+        saved = record.saved if record else 0
+        here = (self.run_dir / "checkpoints" / f"step-{saved}").exists()
+        if step < saved and not self._alone and not here:
+            raise DamagedError(
+                f"the newest checkpoint, of step {saved}, is with another trainer",
+                "start that one, or resume from an older one with --resume",
+            )
+
+    def _state(self, record: Record, stage: int) -> Snapshot:
+        if self._reader is not None and self._reader.sha256 == record.checkpoint:
+            return self._reader.snapshot(stage)
+        for path in checkpoints.newest_first(self.run_dir):
+            if self._open(path).sha256 == record.checkpoint:
+                return self._open(path).snapshot(stage)
+        raise DataError(f"the checkpoint of step {record.step + 1} is not in {self.run_dir}")
+
+    def _open(self, path: Path) -> CheckpointReader:
+        if self._reader is None or self._reader.directory != path:
+            self._reader = CheckpointReader(path, self.pipeline, self.config.optimizer)
+        return self._reader
+
+
+class DamagedError(DataError):
+    """There is no going back with what is here, and an older checkpoint would be no remedy."""
+
+
+def on_the_way(manifest: Mapping[str, Any], record: Record) -> bool:
+    """Whether the run whose newest record is `record` has passed through this checkpoint."""
+    epoch, step = int(manifest.get("epoch", 0)), int(manifest["step"])
+    if epoch == record.epoch:
+        return step <= record.step + 1
+    return epoch < record.epoch and step <= record.base
+
+
+def take_over(
+    source: Path,
+    run_dir: Path,
+    config: RunConfig,
+    pipeline: ModelPipeline,
+    say: Callable[[str], None] = lambda line: None,
+) -> Origin:
+    """Make `source` (a run directory or a checkpoint) the state that the run in `run_dir` goes on
+    from; of a directory, its newest complete checkpoint. Blocking.
+
+    Raises DataError, StorageError.
+    """
+    if born_from(source, run_dir):
+        source = run_dir
+    one = (source / checkpoints.MANIFEST).is_file()
+    choices = [source] if one else checkpoints.newest_first(source)
+    for path in choices:
+        try:
+            reader = CheckpointReader(path, pipeline, config.optimizer)
+            origin = reader.origin()
+        except DataError as error:
+            if one:
+                raise
+            say(f"passed over checkpoint {path.name}: {error.message}")
+            continue
+        inside = path.resolve().parent == (run_dir / "checkpoints").resolve()
+        return origin if inside else _adopt(reader, run_dir, config)
+    mine = source.resolve() == run_dir.resolve()
+    if mine and (source / "run.json").exists() and not (source / PARENT).exists():
+        return Origin(0)
+    raise DataError(
+        f"{source} holds no complete checkpoint", "set [checkpoint] every, or start from the file"
+    )
+
+
+def born_from(source: Path, run_dir: Path) -> bool:
+    """Whether the run in `run_dir` went on from `source` before, and has come further: the same
+    command a second time means to go on, not to begin again."""
+    parent = parent_of(run_dir)
+    if parent is None or (source / checkpoints.MANIFEST).is_file():
+        return False
+    return str(source.resolve()) == parent.get("path") and bool(checkpoints.newest_first(run_dir))
+
+
+def parent_of(run_dir: Path) -> dict[str, Any] | None:
+    """What `parent.json` says: `run_id`, `step`, `checkpoint`, `path`. None: there is no parent."""
+    try:
+        value = json.loads((run_dir / PARENT).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def _adopt(reader: CheckpointReader, run_dir: Path, config: RunConfig) -> Origin:
+    """Copy a checkpoint into the run's own directory, cut as it is cut."""
+    parent = {
+        "run_id": reader.manifest["run_id"],
+        "step": reader.step,
+        "checkpoint": reader.sha256,
+        "path": str(_run_of(reader.directory).resolve()),
+    }
+    staging = checkpoints.begin(run_dir, reader.step)
+    try:
+        entries = [
+            write_state(staging, reader.pipeline, stage, reader.snapshot(stage))
+            for stage in range(reader.pipeline.num_stages)
+        ]
+        manifest: dict[str, Any] = {
+            "step": reader.step,
+            "run_id": config.run_id,
+            "config": json.loads(canonical_bytes(config)),
+            "stages": entries,
+            "epoch": 0,
+        }
+        if parent["run_id"] != config.run_id:
+            manifest["parent"] = parent
+            write_durably(run_dir / PARENT, json.dumps(parent, indent=1).encode())
+        path = checkpoints.complete(staging, manifest, _Tokenizer.of(reader))
+    except BaseException:
+        checkpoints.abandon(staging)
+        raise
+    return CheckpointReader(path, reader.pipeline, config.optimizer).origin()
+
+
+def _run_of(checkpoint: Path) -> Path:
+    """The run directory a checkpoint lies in; itself, if it lies in none."""
+    parent = checkpoint.resolve().parent
+    return parent.parent if parent.name == "checkpoints" else checkpoint
+
+
+class _Tokenizer:
+    """The tokenizer a checkpoint has beside its weights, for the next one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @classmethod
+    def of(cls, reader: CheckpointReader) -> _Tokenizer | None:
+        has_one = "tokenizer" in reader.manifest
+        return cls(reader.directory / checkpoints.TOKENIZER) if has_one else None
+
+    def save_tokenizer(self, directory: Path) -> None:
+        shutil.copyfile(self._path, directory / checkpoints.TOKENIZER)

@@ -1,0 +1,161 @@
+"""Real processes that go back to a checkpoint: all killed, another cut, a stage lost and found.
+
+Whatever is lost, the run ends with the parameters of one that was never interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peer.local import LocalSwarm
+from swarm.config import RunConfig
+from swarm.errors import SwarmError
+from tests.process.forks import Forks, toml
+from tests.process.test_exact_real import Swarms, baseline, recut
+
+STEPS = 8
+EVERY = "[checkpoint]\nevery = 3\n"
+
+
+class Runs(Swarms):
+    """Local swarms that share an identity, a data cache and, if asked to, a run directory."""
+
+    def run_in(
+        self,
+        config: RunConfig,
+        name: str,
+        peers: dict[int, int],
+        *,
+        steps: int = STEPS,
+        resume: Path | None = None,
+        script: Callable[[LocalSwarm, int], None] = lambda swarm, step: None,
+    ) -> dict[str, Any] | None:
+        """The report; None when `script` (told each step) has killed the swarm."""
+        said: list[str] = []
+
+        async def main() -> dict[str, Any] | None:
+            swarm = LocalSwarm(
+                config,
+                self.where / name,
+                peers=peers,
+                identity_path=self.identity.path,
+                steps=steps,
+                threads=1,
+                device="cpu",
+                cache_dir=self.cache,
+                resume=resume,
+                server=self.forks.server,
+                say=said.append,
+                on_step=lambda step: script(swarm, step["step"]),
+            )
+            try:
+                await swarm.start()
+                return await swarm.wait()
+            except SwarmError:
+                if not killed(swarm):
+                    raise
+                return None
+            finally:
+                await swarm.stop()
+
+        return self.forks.run(main())
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        text = (self.where / name / "events.jsonl").read_text()
+        return [json.loads(line) for line in text.splitlines()]
+
+
+def killed(swarm: LocalSwarm) -> bool:
+    return all(each.child is None or each.child.code == -9 for each in swarm.processes.values())
+
+
+def kill_all_at(step: int) -> Callable[[LocalSwarm, int], None]:
+    def script(swarm: LocalSwarm, done: int) -> None:
+        if done == step:
+            for name in swarm.processes:
+                swarm.kill_peer(name)
+
+    return script
+
+
+@pytest.fixture
+def runs(forks: Forks, tmp_path: Path) -> Runs:
+    return Runs(forks, tmp_path)
+
+
+def test_all_are_killed_and_resume_with_other_counts_or_another_cut(
+    runs: Runs, tmp_path: Path
+) -> None:
+    config = runs.config(toml(tmp_path / "run.toml", steps=50, extra=EVERY))
+    expected = baseline(config, STEPS, runs.cache)
+    assert runs.run_in(config, "one", {0: 1, 1: 2, 2: 1}, script=kill_all_at(4)) is None
+
+    # Another cut is another file: a new run, which says where it comes from.
+    other = recut(config, (2, 4))
+    report = runs.run_in(other, "two", {0: 2, 1: 1}, resume=tmp_path / "one")
+    assert report is not None
+    assert report["sha256"] == expected
+    parent = json.loads((tmp_path / "two" / "parent.json").read_text())
+    assert (parent["run_id"], parent["step"]) == (config.run_id, 3)
+    assert json.loads((tmp_path / "two" / "status.json").read_text())["parent"] == parent
+
+    # The same file: the same run, in a new epoch; steps 0 to 2 are not trained again.
+    trained: list[int] = []
+    report = runs.run_in(
+        config,
+        "one",
+        {0: 2, 1: 1, 2: 1},
+        resume=tmp_path / "one",
+        script=lambda swarm, step: trained.append(step),
+    )
+    assert report is not None
+    assert report["sha256"] == expected
+    assert report["run_id"] == config.run_id
+    assert trained == [3, 4, 5, 6, 7]
+    assert not (tmp_path / "one" / "parent.json").exists()
+    opened = [each for each in runs.events("one") if each["event"] == "epoch"]
+    assert [(each["epoch"], each["step"]) for each in opened] == [(1, 3)]
+
+
+def test_a_stage_is_lost_and_a_new_peer_takes_it_from_the_checkpoint(
+    runs: Runs, tmp_path: Path
+) -> None:
+    config = runs.config(toml(tmp_path / "run.toml", steps=50, extra=EVERY))
+    expected = baseline(config, STEPS, runs.cache)
+    joining: list[asyncio.Task[Any]] = []
+
+    def script(swarm: LocalSwarm, step: int) -> None:
+        if step == 4 and not joining:
+            swarm.kill_peer("1a")
+            joining.append(asyncio.create_task(swarm.add_peer(1)))
+
+    report = runs.run_in(config, "one", {0: 1, 1: 1, 2: 1}, script=script)
+    assert report is not None
+    assert report["sha256"] == expected
+    events = runs.events("one")
+    assert [each["stage"] for each in events if each["event"] == "paused"] == [1]
+    assert [each["step"] for each in events if each["event"] == "epoch"] == [3]
+
+
+def test_up_and_baseline_resume(forks: Forks, tmp_path: Path) -> None:
+    run, where = toml(tmp_path / "run.toml", steps=50), tmp_path / "first"
+    begun = forks.swarm("up", run, "--steps", "2", "--dir", where, "--threads", "1")
+    assert begun.code() == 0, begun
+    more = forks.swarm("up", run, "--steps", "4", "--resume", where, "--threads", "1")
+    assert more.code() == 0, more
+    assert f"swarm export {where} " in more.out
+    oracle = forks.swarm("baseline", run, "--steps", "4", "--resume", where / "checkpoints/step-2")
+    assert oracle.code() == 0, oracle
+    assert "resuming from step 2" in oracle.out
+    assert [line for line in more.out.splitlines() if "sha256" in line] == [
+        line for line in oracle.out.splitlines() if "sha256" in line
+    ]
+    nothing = forks.swarm("up", run, "--resume", tmp_path / "nowhere")
+    assert nothing.code() != 0
+    assert nothing.err.count("\n") == 1, nothing.err
