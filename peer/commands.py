@@ -48,8 +48,8 @@ def lead(
     link = parse_link(join) if join else None
     if lan:
         require_lan()
-    if resume is not None and directory is None:
-        directory = continued(config, resume)
+    if resume is not None and (same := continued(config, resume)) is not None:
+        directory = directory or same
     config, mine = as_trainer(config, directory, identity)
     if link is not None and link.run_id != config.run_id:
         raise JoinError(
@@ -133,8 +133,11 @@ def as_trainer(
 def continued(config: RunConfig, source: Path) -> Path | None:
     """The run directory of `source`, itself or a checkpoint in it, if `config` is that run's.
 
-    None: it is another run, and would begin with that state in a directory of its own.
+    None: it is another run, and would begin with that state in a directory of its own. Raises
+    ConfigError when there is no such directory.
     """
+    if not source.is_dir():
+        raise ConfigError(f"no directory {source}", "give a run directory, as runs/NAME-ID")
     from peer.launch import stamp
 
     run_dir = source.parent.parent if source.parent.name == "checkpoints" else source
