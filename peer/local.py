@@ -379,6 +379,8 @@ class LocalSwarm:
             self._say(f"dashboard: {self.url}")
         elif "say" in message:
             process.said = message["say"]
+            if process.name == LEADER:
+                self._say(process.said)
         elif "step" in message:
             self._on_step(message["step"])
         elif "report" in message:
