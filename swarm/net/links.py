@@ -25,7 +25,7 @@ from swarm.errors import (
     VersionError,
     WireError,
 )
-from swarm.net.channel import Channel, Method, read_hello
+from swarm.net.channel import HEARTBEAT_S, SILENCE_S, Channel, Method, read_hello
 from swarm.net.transport import Stream, Transport
 from swarm.tasks import TaskSet
 from swarm.wire.codecs import allocate_bytes
@@ -59,7 +59,8 @@ class Links:
         *,
         hello: dict[str, Any] | None = None,
         on_close: Callable[[Channel], None] | None = None,
-        silence_s: float = 5.0,
+        heartbeat_s: float = HEARTBEAT_S,
+        silence_s: float = SILENCE_S,
         allocate: Callable[[int], torch.Tensor] = allocate_bytes,
     ) -> None:
         self.transport, self.run_id, self.incarnation = transport, run_id, incarnation
@@ -67,7 +68,8 @@ class Links:
         self._hello = {**(hello or {}), "run": run_id, "incarnation": incarnation}
         self._front = self
         self._lives = {incarnation: self}  # of the front; others look there
-        self._on_close, self._silence_s, self._allocate = on_close, silence_s, allocate
+        self._on_close, self._allocate = on_close, allocate
+        self._heartbeat_s, self._silence_s = heartbeat_s, silence_s
         self._channels: dict[str, Channel] = {}
         self._dials: dict[str, asyncio.Task[Channel]] = {}
         self._addresses: dict[str, tuple[str, ...]] = {}
@@ -90,6 +92,7 @@ class Links:
             self.run_id,
             incarnation,
             methods,
+            heartbeat_s=self._heartbeat_s,
             silence_s=self._silence_s,
             allocate=self._allocate,
         )
@@ -167,6 +170,7 @@ class Links:
             stream,
             self.methods,
             self._hello,
+            heartbeat_s=self._heartbeat_s,
             silence_s=self._silence_s,
             allocate=self._allocate,
         )

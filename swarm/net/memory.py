@@ -2,155 +2,25 @@
 
 Streams behave as libp2p's do towards the code above: bytes in order or not at all, bounded
 windows, a killed process gives its peers an end of stream at once, a frozen process or a cut
-network gives them silence. Corruption flips a bit in transit.
+network gives them silence. What "lost", "late", "reordered" or "corrupt" can mean over such streams
+is a method of `MemoryNetwork` each; `effects` counts what they really did.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import random
-from collections import deque
+from collections import Counter
 from collections.abc import Callable, Sequence
 
-from swarm.errors import StreamClosedError, UnreachableError
-from swarm.net.transport import Buffer, Handler
+from swarm.errors import UnreachableError
+from swarm.net.memory_stream import WINDOW_BYTES, MemoryStream, Pipe
+from swarm.net.transport import Handler
+from swarm.wire.frames import MAGIC
 
-WINDOW_BYTES = 4 << 20
 DIAL_TIMEOUT_S = 5.0
-
-
-class _Pipe:
-    """One direction of a stream: bytes written, travelling, and waiting to be read."""
-
-    def __init__(self, network: MemoryNetwork, source: str, target: str) -> None:
-        self.network, self.source, self.target = network, source, target
-        self.inbox: deque[memoryview] = deque()
-        self.in_flight: deque[bytes | None] = deque()  # None marks the end of the stream
-        self.in_flight_bytes = self.unread_bytes = self.received_bytes = 0
-        self.arrives_at = 0.0
-        self.ended: StreamClosedError | None = None
-        self.changed = asyncio.Event()
-
-    def push(self, data: bytes | None) -> None:
-        loop = asyncio.get_running_loop()
-        self.in_flight.append(data)
-        self.in_flight_bytes += len(data or b"")
-        sent_at = self.network.transmit(self.source, self.target, len(data or b""), loop.time())
-        delay = self.network.delay_s(self.source, self.target)
-        self.arrives_at = max(self.arrives_at, sent_at + delay)
-        loop.call_at(self.arrives_at, self.arrive)
-
-    def arrive(self) -> None:
-        if self.network.is_silent(self.source, self.target):
-            self.network.held.append(self)
-            return
-        if not self.in_flight or self.ended:
-            return
-        data = self.in_flight.popleft()
-        if data is None:
-            self.end("ended by the peer")
-            return
-        data = self.network.in_transit(self.source, self.target, data)
-        self.in_flight_bytes -= len(data)
-        self.unread_bytes += len(data)
-        self.received_bytes += len(data)
-        self.inbox.append(memoryview(data))
-        self.changed.set()
-
-    def end(self, why: str) -> None:
-        if self.ended is None:
-            self.ended = StreamClosedError(f"stream from {self.source} to {self.target} {why}")
-        self.in_flight.clear()
-        self.changed.set()
-
-    async def wait(self) -> None:
-        self.changed.clear()
-        await self.changed.wait()
-
-
-class MemoryStream:
-    """One end of a stream between two peers of a `MemoryNetwork`."""
-
-    def __init__(self, peer: str, outgoing: _Pipe, incoming: _Pipe) -> None:
-        self.peer = peer
-        self._out, self._in = outgoing, incoming
-        self._closed = False
-        self._aborted: StreamClosedError | None = None  # here; the other end may not know yet
-
-    @property
-    def received_bytes(self) -> int:
-        return self._in.received_bytes
-
-    async def send(self, parts: Sequence[Buffer]) -> None:
-        data = b"".join(parts)
-        while (
-            not self._out.ended
-            and not self._aborted
-            and self._out.in_flight_bytes + self._out.unread_bytes > WINDOW_BYTES
-        ):
-            await self._out.wait()
-        if self._aborted or self._out.ended or self._closed:
-            closed = StreamClosedError("this side has closed the stream")
-            raise self._aborted or self._out.ended or closed
-        if data:
-            self._out.push(data)
-
-    async def receive_exactly(self, num_bytes: int) -> bytes:
-        buffer = bytearray(num_bytes)
-        await self.receive_into(memoryview(buffer))
-        return bytes(buffer)
-
-    async def receive_into(self, buffer: memoryview) -> None:
-        buffer = buffer.cast("B") if buffer.nbytes else buffer
-        filled, pipe = 0, self._in
-        while filled < buffer.nbytes:
-            while self._aborted or not pipe.inbox:
-                if self._aborted or pipe.ended:
-                    raise self._aborted or pipe.ended  # type: ignore[misc]
-                try:
-                    await pipe.wait()
-                except asyncio.CancelledError:  # a cancelled receive loses nothing
-                    if filled:
-                        pipe.inbox.appendleft(memoryview(bytes(buffer[:filled])))
-                        pipe.unread_bytes += filled
-                    raise
-            piece = pipe.inbox[0]
-            count = min(len(piece), buffer.nbytes - filled)
-            buffer[filled : filled + count] = piece[:count]
-            filled += count
-            pipe.unread_bytes -= count
-            if count == len(piece):
-                pipe.inbox.popleft()
-            else:
-                pipe.inbox[0] = piece[count:]
-            pipe.changed.set()
-
-    async def close(self) -> None:
-        if not self._closed and not self._out.ended and not self._aborted:
-            self._out.push(None)
-        self._closed = True
-
-    def finish(self) -> None:
-        """Its user has gone: abort, but what was sent before a close still arrives."""
-        if not self._closed:
-            self.abort()
-            return
-        self._leave("was left", self._in)
-
-    def abort(self) -> None:
-        self._closed = True
-        self._leave("was aborted", self._out, self._in)
-
-    def _leave(self, why: str, *pipes: _Pipe) -> None:
-        """End here at once; the other end learns of it as soon as it can hear from here."""
-        if self._aborted is None:
-            self._aborted = StreamClosedError(f"stream with {self.peer} {why}")
-        network = self._out.network
-        network.forget(self)
-        for pipe in pipes:
-            pipe.changed.set()
-            if pipe.ended is None:
-                network.end(pipe, why)
+__all__ = ["DIAL_TIMEOUT_S", "WINDOW_BYTES", "MemoryNetwork", "MemoryStream", "MemoryTransport"]
 
 
 class MemoryTransport:
@@ -162,6 +32,7 @@ class MemoryTransport:
         self.streams: dict[MemoryStream, None] = {}
         self.tasks: dict[asyncio.Task[None], None] = {}
         self.closed = False
+        self.context = contextvars.copy_context()  # of the process whose transport this is
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -176,18 +47,19 @@ class MemoryTransport:
         network = self.network
         deadline = asyncio.get_running_loop().time() + DIAL_TIMEOUT_S
         await asyncio.sleep(2 * network.delay_s(self.peer_id, peer_id))
-        while network.is_silent(self.peer_id, peer_id) or network.is_silent(peer_id, self.peer_id):
+        while network.is_apart(self.peer_id, peer_id):
             if asyncio.get_running_loop().time() >= deadline:
                 raise UnreachableError(f"{peer_id} did not answer within {DIAL_TIMEOUT_S:.0f} s")
             await asyncio.sleep(DIAL_TIMEOUT_S / 20)
         other = network.transports.get(peer_id)
         if self.closed or other is None or other.closed or protocol not in other.handlers:
             raise UnreachableError(f"{peer_id} does not serve {protocol}")
-        there = _Pipe(network, self.peer_id, peer_id)
-        back = _Pipe(network, peer_id, self.peer_id)
+        there = Pipe(network, self.peer_id, peer_id)
+        back = Pipe(network, peer_id, self.peer_id)
         mine, theirs = MemoryStream(peer_id, there, back), MemoryStream(self.peer_id, back, there)
         self.streams[mine] = other.streams[theirs] = None
-        task = asyncio.get_running_loop().create_task(other.run_handler(protocol, theirs))
+        serving = other.run_handler(protocol, theirs)
+        task = asyncio.get_running_loop().create_task(serving, context=other.context)
         other.tasks[task] = None
         task.add_done_callback(lambda done: other.tasks.pop(done, None))
         return mine
@@ -221,6 +93,9 @@ class MemoryTransport:
         )
 
 
+Link = tuple[str, str]  # source and target
+
+
 class MemoryNetwork:
     """All peers of one process. Delays are drawn from `seed`; faults are the methods below.
 
@@ -238,11 +113,18 @@ class MemoryNetwork:
         self._sent_at: dict[tuple[str, str], float] = {}  # when a link has sent what it was given
         self.transports: dict[str, MemoryTransport] = {}
         self.handler_errors: list[tuple[str, str, Exception]] = []
-        self.held: list[_Pipe] = []
-        self.held_ends: list[tuple[_Pipe, str]] = []
+        self.held: list[Pipe] = []
+        self.held_ends: list[tuple[Pipe, str]] = []
         self.frozen: set[str] = set()
         self.cuts: set[frozenset[str]] = set()
+        self.deaf: set[Link] = set()
+        self.losing: set[Link] = set()
+        self.delays: dict[frozenset[str], float] = {}
+        self.corrupting: Counter[Link] = Counter()
         self.corrupt: Callable[[str, str, bytes], bytes] | None = None
+        self.effects: Counter[str] = Counter()  # pieces lost, late, reordered, stale, corrupted
+        self._newest: dict[Link, float] = {}  # when what arrived last on a link was sent, at most
+        self.context = contextvars.copy_context()  # no process's: what is under way is the wires'
 
     def transport(self, peer_id: str) -> MemoryTransport:
         """The transport of a (re)started peer; its former life, if any, must be killed."""
@@ -270,6 +152,83 @@ class MemoryNetwork:
         self.cuts = self.cuts - {frozenset(pair)} if pair else set()
         self._release()
 
+    def deafen(self, source: str, target: str) -> None:
+        """`target` does not hear `source`, which hears it; what is sent arrives when it does."""
+        self.deaf.add((source, target))
+
+    def undeafen(self, source: str, target: str) -> None:
+        self.deaf.discard((source, target))
+        self._release()
+
+    def lose(self, source: str, target: str) -> None:
+        """From now on nothing that `source` sends to `target` arrives, ever; neither end notices.
+
+        So orders are carried out whose answers are lost, or never come although they were sent.
+        """
+        self.losing.add((source, target))
+
+    def stop_losing(self, source: str, target: str) -> None:
+        """The two hear each other again, and find those streams ended in which something is
+        missing."""
+        self.losing.discard((source, target))
+        for stream in self._between(source, target):
+            if stream.incomplete:
+                stream.abort()
+        self._release()
+
+    def delay(self, left: str, right: str, most_s: float) -> None:
+        """Each stream between the two is later than usual by a time of its own, up to `most_s`: so
+        what is sent in one overtakes what was sent before it in another. 0 ends it."""
+        if most_s > 0:
+            self.delays[frozenset((left, right))] = most_s
+        else:
+            self.delays.pop(frozenset((left, right)), None)
+
+    def sever(self, source: str, target: str, late_s: float) -> None:
+        """`source` finds its streams with `target` ended. Of what it had sent, `target` gets some
+        prefix, `late_s` later, and the end only then: when the two may have new streams already."""
+        for stream in self._between(source, target):
+            if stream.open and not stream.incomplete:
+                pieces, share = self.random.randint(0, 3), self.random.random()
+                stream.lose_source(pieces, share, late_s)
+
+    def spoil(self, source: str, target: str) -> None:
+        """Of the next piece from `source` to `target` one bit arrives wrong. At the head of a frame
+        the frame is refused; elsewhere the transport's authentication ends the stream."""
+        self.corrupting[source, target] += 1
+
+    def _between(self, source: str, target: str) -> list[MemoryStream]:
+        """The ends at `source` of its streams with `target`."""
+        transport = self.transports.get(source)
+        return [each for each in transport.streams if each.peer == target] if transport else []
+
+    def late_s(self, pipe: Pipe) -> float:
+        most_s = self.delays.get(frozenset(pipe.link), 0.0) if self.delays else 0.0
+        if not most_s:
+            pipe.late_s = -1.0
+            return 0.0
+        if pipe.late_s < 0:
+            pipe.late_s = self.random.uniform(0, most_s)
+        self.effects["late"] += 1
+        return pipe.late_s
+
+    def loses(self, link: Link) -> bool:
+        return link in self.losing
+
+    def note_arrival(self, pipe: Pipe, sent_at: float) -> None:
+        newest = self._newest.get(pipe.link, 0.0)
+        if sent_at < newest:
+            self.effects["reordered"] += 1
+        else:
+            self._newest[pipe.link] = sent_at
+        if pipe.lingers:
+            self.effects["stale"] += 1
+
+    @property
+    def healthy(self) -> bool:
+        """Whether everybody hears everybody, in time."""
+        return not (self.frozen or self.cuts or self.deaf or self.losing or self.delays)
+
     def delay_s(self, source: str, target: str) -> float:
         return self.latency_s * (1 + self.jitter * (2 * self.random.random() - 1))
 
@@ -285,18 +244,36 @@ class MemoryNetwork:
             source in self.frozen
             or target in self.frozen
             or (self.cuts and frozenset((source, target)) in self.cuts)
+            or (source, target) in self.deaf
         )
 
-    def in_transit(self, source: str, target: str, data: bytes) -> bytes:
-        return self.corrupt(source, target, data) if self.corrupt else data
+    def is_apart(self, left: str, right: str) -> bool:
+        """Whether the two cannot open a stream now."""
+        return any(
+            self.is_silent(*link) or link in self.losing for link in ((left, right), (right, left))
+        )
+
+    def in_transit(self, pipe: Pipe, data: bytes) -> bytes | None:
+        """What arrives of a piece; None when its stream must end."""
+        if self.corrupt:
+            data = self.corrupt(pipe.source, pipe.target, data)
+        if self.corrupting[pipe.link]:
+            self.corrupting[pipe.link] -= 1
+            self.effects["corrupted"] += 1
+            if not data.startswith(MAGIC):
+                return None
+            where = self.random.randrange(len(MAGIC))
+            wrong = data[where] ^ (1 << self.random.randrange(8))
+            return data[:where] + bytes([wrong]) + data[where + 1 :]
+        return data
 
     def forget(self, stream: MemoryStream) -> None:
         for transport in self.transports.values():
             transport.streams.pop(stream, None)
 
-    def end(self, pipe: _Pipe, why: str) -> None:
+    def end(self, pipe: Pipe, why: str) -> None:
         """End a pipe, or once its two peers hear each other again."""
-        if self.is_silent(pipe.source, pipe.target):
+        if pipe.link in self.losing or self.is_silent(pipe.source, pipe.target):
             self.held_ends.append((pipe, why))
         else:
             pipe.inbox.clear()
@@ -309,4 +286,4 @@ class MemoryNetwork:
             self.end(pipe, why)
         loop = asyncio.get_running_loop()
         for pipe in held:
-            loop.call_soon(pipe.arrive)
+            loop.call_soon(pipe.arrive, context=self.context)

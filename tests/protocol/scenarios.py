@@ -1,150 +1,227 @@
-"""Random swarms with random faults: one seed decides shape, speeds, faults and every ordering.
+"""Random scenarios by the thousand: sharded, resumable, and shrunk when they fail.
 
-The first replica of every stage is never killed (a stage that loses all replicas needs a
-checkpoint), but it may freeze, fail, and lose its connections like any other.
+    python -m tests.protocol.scenarios 7                          one seed, and what happened in it
+    python -m tests.protocol.scenarios --replay 'SCENARIO'        the same for a scenario as printed
+    python -m tests.protocol.scenarios --seeds 0-19999 --shard 1/2 --state FILE
 
-    python -m tests.protocol.scenarios SEED           replay one seed and print what happened
-    python -m tests.protocol.scenarios FIRST-LAST     run many, print those that fail
+The last one goes on where FILE says it was; Ctrl-C stops it. Its last line is one JSON object:
+seeds done, faults that struck by kind, what they did, failures, and the median of seconds a seed.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import logging
-import random
-import statistics
+import os
+import signal
+import subprocess
 import sys
 import time
 import traceback
 from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from tests.protocol.simulated import Fault, Swarm, baseline, plan
+from tests.protocol.scenario import Scenario, draw, faults_by_kind, run_seed
+from tests.protocol.shrink import failure_of, shrink
+from tests.protocol.simulated import Swarm
 
-REPLICA_POINTS = (
-    *("forward", "sent", "backward", "counted"),
-    *("average", "prepared", "commit", "committed"),
-)
-LEADER_POINTS = ("issue", "acknowledged", "failed", "expelled", "admitted", "record")
-LIMIT_S = 900.0  # of virtual time
+SAVE_EVERY_S = 10.0
+HANG_S = 300.0  # of real time for one seed
 
 
-def scenario(seed: int, draw: int = 0) -> Swarm:
-    """The swarm of a seed. `draw` > 0: another one, for a seed whose faults did not fire."""
-    r = random.Random(f"{seed}/{draw}")
-    replicas = [r.choice((1, 2, 2, 2, 3)) for _ in range(r.choice((1, 2, 3, 3, 4)))]
-    names = [f"r{stage}.{number}" for stage, n in enumerate(replicas) for number in range(n)]
-    mortal = [name for name in names if not name.endswith(".0")]
-    num_steps = r.choice((2, 3, 3))
-    swarm = Swarm(
-        num_stages=len(replicas),
-        replicas=replicas,
-        seed=seed,
-        plan=plan(r.choice((2, 4, 6)), num_steps),
-        slots=r.choice((None, None, 1, 2)),
-        kept_bytes=r.choice((1 << 30, 1 << 30, 1 << 30, 400)),
-        latency_s=r.choice((0.0005, 0.002, 0.02)),
-        speed={name: r.choice((1.0, 1.0, 1.0, 3.0, 10.0)) for name in names},
-    )
-    actions = ["freeze", "cut", "cut", "cut_leader", "reset", "raise", "start", "kill_leader"]
-    if mortal:
-        actions += ["kill"] * 5
-    for _ in range(r.randint(1, 4)):
-        action = r.choice(actions)
-        fault = Fault(
-            r.choice(REPLICA_POINTS),
-            action,
-            replica=r.choice(names) if r.random() < 0.7 else None,
-            step=r.choice((None, *range(num_steps))),
-            count=r.randint(1, 3),
-            duration_s=r.choice((1.0, 3.0, 8.0, 20.0)),
-        )
-        if action == "start":
-            stage = r.randrange(len(replicas))
-            fault.stage, fault.replica = r.choice((None, stage)), None
-            fault.victim = f"r{stage}.{5 + len(swarm.faults)}"
-        elif action == "kill_leader":
-            fault.victim = "leader"
-            fault.point = r.choice((*REPLICA_POINTS, *LEADER_POINTS, "record"))
-            fault.replica = None
-        elif action == "raise":
-            fault.point = r.choice(("forward", "backward"))
-        elif action == "kill":
-            fault.victim = r.choice(mortal)
-            fault.duration_s = r.choice((0.0, 1.0, 8.0))
-            if r.random() < 0.4:
-                fault.replica = fault.victim
-            elif r.random() < 0.5:
-                fault.point, fault.replica = r.choice(LEADER_POINTS), None
-        elif r.random() < 0.3:
-            fault.victim, fault.replica = r.choice(names), None
-            fault.point = r.choice((*REPLICA_POINTS, *LEADER_POINTS))
-        swarm.faults.append(fault)
-    return swarm
+class HangError(Exception):
+    """A seed does not come to an end: time does not move, and nothing raises."""
 
 
-def run_seed(seed: int) -> Swarm:
-    """Run a seed to the end, drawing again until a fault has fired. AssertionError if it fails."""
-    for draw in range(8):
-        swarm = scenario(seed, draw)
-        num_steps = swarm.plan.num_steps
-        expected, _ = baseline(num_steps, swarm.plan.num_microbatches)
-        try:
-            result = swarm.run(num_steps, limit_s=LIMIT_S)
-            assert result["sha256"] == expected, "other parameters than the baseline"
-            assert swarm.committed == list(range(num_steps)), swarm.committed
-        except BaseException as error:
-            error.add_note(f"seed {seed}: {describe(swarm)}")
-            error.add_note(f"replay it: python -m tests.protocol.scenarios {seed}")
-            raise
-        if swarm.fired:
-            return swarm
-    raise AssertionError(f"seed {seed} injects nothing, whatever is drawn")
+@dataclass
+class Progress:
+    """What a shard has done. Seeds are taken in their order, so one number says how far it is."""
+
+    seeds: str
+    shard: str
+    next_seed: int
+    done: int = 0
+    faults: Counter[str] = field(default_factory=Counter)
+    effects: Counter[str] = field(default_factory=Counter)
+    trainers: Counter[str] = field(default_factory=Counter)
+    milliseconds: Counter[str] = field(default_factory=Counter)  # how many seeds took so long
+    commits: Counter[str] = field(default_factory=Counter)  # how many seeds ran on which
+    failures: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def load(cls, path: Path | None, seeds: str, shard: str) -> Progress:
+        """Raises ValueError when the file is of other seeds."""
+        number, _ = shard_of(shard)
+        first, _ = range_of(seeds)
+        if path is None or not path.exists():
+            return cls(seeds, shard, first + number - 1)
+        values = json.loads(path.read_text())
+        if (values["seeds"], values["shard"]) != (seeds, shard):
+            raise ValueError(f"{path} is of seeds {values['seeds']}, shard {values['shard']}")
+        counters = {k: Counter(v) for k, v in values.items() if isinstance(v, dict)}
+        return cls(**{**values, **counters})
+
+    def save(self, path: Path | None) -> None:
+        if path is not None:
+            temporary = path.with_suffix(".new")
+            temporary.write_text(json.dumps(vars(self), indent=1))
+            temporary.replace(path)
+
+    def note(self, scenario: Scenario, swarm: Swarm, seconds: float) -> None:
+        self.faults.update(faults_by_kind(swarm))
+        self.effects.update(swarm.effects)
+        self.trainers[str(scenario.trainers)] += 1
+        self.milliseconds[str(round(seconds * 1000))] += 1
+
+    def summary(self) -> dict[str, Any]:
+        total, below, median = self.milliseconds.total(), 0, None
+        for milliseconds, count in sorted(self.milliseconds.items(), key=lambda each: int(each[0])):
+            below += count
+            if 2 * below >= total:
+                median = int(milliseconds) / 1000
+                break
+        return {
+            "seeds": self.done,
+            "of": self.seeds,
+            "shard": self.shard,
+            "commits": dict(self.commits),
+            "with_trainers": dict(self.trainers),
+            "faults": dict(sorted(self.faults.items())),
+            "num_faults": self.faults.total(),
+            "effects": dict(sorted(self.effects.items())),
+            "failures": len(self.failures),
+            "failed_seeds": [each["seed"] for each in self.failures][:20],
+            "median_cpu_s": median,
+        }
 
 
-def describe(swarm: Swarm) -> str:
-    faults = "; ".join(
-        f"{f.action} {f.victim or f.replica or 'whoever'} at {f.point} of {f.replica or 'anyone'}, "
-        f"step {f.step}, count {f.count}, {f.duration_s} s{', fired' if f.fired else ''}"
-        for f in swarm.faults
-    )
-    return (
-        f"replicas {list(swarm.replicas)}, {swarm.plan.num_microbatches} microbatches, "
-        f"slots {swarm.slots}, kept {swarm.kept_bytes}; {faults}"
-    )
+def range_of(text: str) -> tuple[int, int]:
+    """First and last seed of `FIRST-LAST`."""
+    first, _, last = text.partition("-")
+    return int(first), int(last or first)
 
 
-def main(argument: str) -> int:
-    torch.set_num_threads(1)
-    first, _, last = argument.partition("-")
-    if not last:
-        logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s")
-        swarm: list[Swarm] = []
-        try:
-            swarm.append(run_seed(int(first)))
-        except BaseException:
-            traceback.print_exc()
-            return 1
-        for now, who, point, facts in swarm[0].events:
+def shard_of(text: str) -> tuple[int, int]:
+    number, _, count = text.partition("/")
+    if not 1 <= int(number) <= int(count or 0):
+        raise ValueError(f"{text} is no shard: write 1/2 for the first of two")
+    return int(number), int(count)
+
+
+def commit() -> str:
+    """Of the code that runs; with `+` when something of it is not committed."""
+    command = ["git", "describe", "--always", "--dirty=+", "--exclude=*"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"
+
+
+def run_many(seeds: str, shard: str, state: Path | None, shrink_s: float) -> int:
+    """Every seed of a shard, from where it was left. The exit status: whether any has failed."""
+    progress = Progress.load(state, seeds, shard)
+    (_, last), (_, step) = range_of(seeds), shard_of(shard)
+    code, saved = commit(), time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGALRM, _hang)
+    try:
+        while (seed := progress.next_seed) <= last:
+            signal.setitimer(signal.ITIMER_REAL, HANG_S)
+            began = time.process_time()
+            try:
+                scenario, swarm = run_seed(seed)
+            except Exception as error:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                progress.failures.append(_failure(seed, error, shrink_s))
+                progress.save(state)
+            else:
+                progress.note(scenario, swarm, time.process_time() - began)
+            progress.done += 1
+            progress.commits[code] += 1
+            progress.next_seed = seed + step
+            if time.monotonic() - saved > SAVE_EVERY_S:
+                progress.save(state)
+                saved = time.monotonic()
+    except KeyboardInterrupt:
+        print(f"stopped before seed {progress.next_seed}", file=sys.stderr)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        progress.save(state)
+    print(json.dumps(progress.summary()))
+    return min(len(progress.failures), 1)
+
+
+def _hang(*_: object) -> None:
+    raise HangError(f"no end after {HANG_S:.0f} s of real time")
+
+
+def _failure(seed: int, error: Exception, shrink_s: float) -> dict[str, Any]:
+    """Shrinks, prints and returns a failure."""
+    scenario = _scenario_of(error) or draw(seed)
+    failure = failure_of(error)
+    print(f"seed {seed} failed: {failure}\n  {str(error)[:300]}", flush=True)
+    smallest = shrink(scenario, failure, limit_s=shrink_s) if shrink_s else scenario
+    print(f"  python -m tests.protocol.scenarios --replay '{smallest}'", flush=True)
+    return {"seed": seed, "failure": failure, "scenario": str(smallest), "drawn": str(scenario)}
+
+
+def _scenario_of(error: BaseException) -> Scenario | None:
+    """What `run_seed` noted."""
+    for note in getattr(error, "__notes__", []):
+        _, _, text = note.partition(": ")
+        if note.startswith("seed "):
+            return Scenario.parse(text)
+    return None
+
+
+def replay(scenario: Scenario) -> int:
+    """Run one, and print what happened."""
+    logging.basicConfig(level=logging.DEBUG, format="%(name)s: %(message)s")
+    print(scenario)
+    swarm = scenario.swarm()
+    try:
+        scenario.run(swarm)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    finally:
+        for now, who, point, facts in swarm.events:
             print(f"{now:9.3f} {who:8} {point} {facts}")
-        return 0
-    seconds, fired, failed = [], Counter[str](), 0
-    for seed in range(int(first), int(last)):
-        began = time.perf_counter()
-        try:
-            swarm_of_seed = run_seed(seed)
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                raise
-            failed += 1
-            print(f"{type(error).__name__}: {str(error)[:400]}", *error.__notes__[:1], sep="\n  ")
-            continue
-        seconds.append(time.perf_counter() - began)
-        fired.update(f"{fault.action}@{fault.point}" for fault in swarm_of_seed.fired)
-    print(f"{len(seconds)} passed, {failed} failed, median {statistics.median(seconds):.3f} s")
-    print(", ".join(f"{name} {count}" for name, count in sorted(fired.items())))
-    return min(failed, 1)
+        print(dict(faults_by_kind(swarm)), dict(swarm.effects), dict(swarm.terms))
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.protocol.scenarios")
+    parser.add_argument("seed", nargs="?", type=int, help="one seed to replay")
+    parser.add_argument("--replay", metavar="SCENARIO", help="a scenario as it was printed")
+    parser.add_argument("--seeds", metavar="FIRST-LAST", help="run many")
+    parser.add_argument("--shard", default="1/1", help="which part of the seeds, as 1/2")
+    parser.add_argument("--state", type=Path, help="the file that says how far it is")
+    parser.add_argument("--shrink-s", type=float, default=120.0, help="seconds a failure may cost")
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(1)
+    if options.seeds:
+        logging.getLogger().addHandler(logging.NullHandler())
+        return run_many(options.seeds, options.shard, options.state, options.shrink_s)
+    if options.replay:
+        return replay(Scenario.parse(options.replay))
+    if options.seed is None:
+        parser.error("which seed? or --seeds, or --replay")
+    return replay(run_seed_or_draw(options.seed))
+
+
+def run_seed_or_draw(seed: int) -> Scenario:
+    """The scenario that `run_seed` comes to."""
+    try:
+        return run_seed(seed)[0]
+    except Exception as error:
+        return _scenario_of(error) or draw(seed)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())

@@ -1,127 +1,50 @@
 """A whole swarm in one process under virtual time, with faults by script.
 
-Real leader, real members, real (tiny) torch stages; only the network, the clock and the compute
-are simulated, so one seed decides every ordering. Every run ends with `check`: twins are equal, no
-kept answer, slot, task or order is left over, no handler has raised, and each record was made of
-each microbatch exactly once per stage.
+Real trainers, real members, real (tiny) torch stages; only the network, the clock, the disks and
+the compute are simulated, so one seed decides every ordering. Every run ends with `check`: twins
+are equal, no kept answer, slot, task or order is left over, no handler has raised, no step has two
+records, and each record was made of each microbatch exactly once per stage.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
+import contextvars
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor, nn
-
-from peer.baseline import Baseline
 from peer.disk import MemoryDisk
 from peer.leader import Leader, Plan, StepResult
 from peer.member import Member
 from peer.quorum import Quorum
+from peer.restoring import Saved
+from peer.trainer import Trainer
 from swarm.averaging.all_reduce import GroupAllReduce
 from swarm.averaging.policy import ExactPolicy
 from swarm.compute import InlineCompute, Kind
-from swarm.model.custom import CustomPipeline, Pipeline
+from swarm.consensus import Vote
+from swarm.errors import StorageError
 from swarm.model.layout import model_sha256
 from swarm.net.links import Links, peer_of
 from swarm.net.memory import MemoryNetwork
 from swarm.placement import MovePolicy
-from swarm.schedule import Schedule
-from swarm.sim.virtual_time import run
+from swarm.sim.virtual_time import VirtualTimeLoop, process_context, run
+from swarm.terms import Record
 from swarm.wire.boundaries import LOSSLESS, BoundaryCodecs
+from tests.protocol.faults import LEADER, Fault, Faults
+from tests.protocol.tiny import (
+    OPTIMIZER,
+    TinyBatches,
+    baseline,
+    pipeline,
+    plan,
+    shared_pipeline,
+)
 
 RUN_ID = "0123456789abcdef" * 2
-LEADER = "leader"
-
-
-class Block(nn.Module):
-    """Linear, nonlinearity, dropout: enough for rounding and randomness to show."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.dropout = nn.Dropout(0.1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.dropout(torch.tanh(self.linear(x)))
-
-
-def tiny_data() -> SimpleNamespace:
-    rng = np.random.default_rng(7)
-    x = rng.standard_normal((64, 6)).astype(np.float32)
-    y = (x[:, :1] * x[:, 1:2] > 0).astype(np.int64).reshape(-1)
-    return SimpleNamespace(train={"x": x[:48], "y": y[:48]}, validation={"x": x[48:], "y": y[48:]})
-
-
-TINY = Pipeline(
-    layers={
-        "enter": lambda: nn.Linear(6, 8),
-        "one": lambda: Block(8),
-        "two": lambda: Block(8),
-        "three": lambda: Block(8),
-        "leave": lambda: nn.Linear(8, 2),
-    },
-    inputs=lambda batch: (batch["x"],),
-    loss=lambda outputs, batch: nn.functional.cross_entropy(
-        outputs[0], batch["y"].long(), reduction="sum"
-    ),
-    weight=lambda batch: batch["y"].size if isinstance(batch["y"], np.ndarray) else len(batch["y"]),
-    data=tiny_data,
-)
-
-OPTIMIZER = SimpleNamespace(
-    name="adamw",
-    lr=0.01,
-    betas=(0.9, 0.95),
-    eps=1e-8,
-    weight_decay=0.1,
-    momentum=0.9,
-    nesterov=False,
-)
-
-
-class TinyBatches:
-    """Samples drawn by (step, index)."""
-
-    def __init__(self, microbatch_size: int = 4) -> None:
-        self.data, self.size = tiny_data(), microbatch_size
-
-    def batch(self, step: int, index: int) -> Mapping[str, np.ndarray]:
-        rows = np.random.default_rng((step, index)).integers(0, 48, self.size)
-        return {name: array[rows] for name, array in self.data.train.items()}
-
-    def validation_batch(self, index: int) -> Mapping[str, np.ndarray]:
-        rows = np.arange(self.size) + index * self.size
-        return {name: array[rows % 16] for name, array in self.data.validation.items()}
-
-
-def pipeline(num_stages: int, cut: Sequence[int] | None = None) -> CustomPipeline:
-    return CustomPipeline(
-        TINY, seed=3, num_stages=num_stages, microbatch_size=4, cut=tuple(cut) if cut else None
-    )
-
-
-@functools.cache
-def _shared(num_stages: int, cut: tuple[int, ...] | None) -> CustomPipeline:
-    return pipeline(num_stages, cut)
-
-
-def shared_pipeline(num_stages: int, cut: Sequence[int] | None = None) -> CustomPipeline:
-    """Pipelines hold no state of a swarm; building one costs more than a step."""
-    return _shared(num_stages, tuple(cut) if cut else None)
-
-
-def plan(num_microbatches: int = 4, num_steps: int = 3, **more: Any) -> Plan:
-    schedule = Schedule(kind="cosine", peak=0.01, warmup_steps=2, steps=50, final_ratio=0.1)
-    return Plan(num_microbatches, num_steps, schedule.lr, clip_norm=1.0, **more)
 
 
 class FaultyCompute(InlineCompute):
@@ -142,34 +65,21 @@ class FaultyCompute(InlineCompute):
         return await super().run(kind, fail)
 
 
-FROM_NOTHING = ("start", "kill_leader")  # what does not strike a replica
+class FullDisk(MemoryDisk):
+    """A trainer's memory that can be full."""
 
+    full = False
 
-@dataclass
-class Fault:
-    """Do `action` at the `count`-th time `replica` (None: anyone) passes `point`.
-
-    Struck is `victim`, or whoever passed. Actions: kill (restarted empty after `duration_s`, if
-    any), freeze, cut (from another replica), cut_leader, reset (all its connections end), raise
-    (its next kernel), start (`victim` joins as a new replica of stage `stage`), kill_leader (back
-    with its disk after `duration_s`).
-    """
-
-    point: str
-    action: str
-    replica: str | None = None
-    step: int | None = None
-    count: int = 1
-    duration_s: float = 0.0
-    victim: str | None = None
-    stage: int | None = None
-    other: str | None = None  # the other side of a cut
-    fired: bool = False
+    async def save(self, vote: Vote) -> None:
+        if self.full:
+            raise StorageError("no space left on the disk")
+        await super().save(vote)
 
 
 @dataclass
 class Swarm:
-    """Assembles the swarm and runs it. `seconds` is the virtual time of (forward, backward)."""
+    """Assembles the swarm and runs it. `seconds` is the virtual time of (forward, backward);
+    `leases` are those of the trainers."""
 
     num_stages: int = 3
     replicas: Sequence[int] = (2, 2, 2)
@@ -181,6 +91,7 @@ class Swarm:
     afab: bool = False
     kept_bytes: int = 1 << 30
     codecs: BoundaryCodecs = LOSSLESS
+    heartbeat_s: float = 1.0
     silence_s: float = 5.0
     speed: Mapping[str, float] = field(default_factory=dict)
     latency_s: float = 0.001
@@ -188,62 +99,122 @@ class Swarm:
     accumulate: str = "float64"
     batches: Any = None  # TinyBatches unless given
     trainer_ids: Sequence[str] = (LEADER,)
+    leases: Mapping[str, float] = field(default_factory=dict)
     moves: MovePolicy | None = None
 
     def __post_init__(self) -> None:
+        self.context = contextvars.copy_context()  # of no process
         self.network = MemoryNetwork(self.seed, self.latency_s)
         self.random = random.Random(self.seed)
         self.pipeline = shared_pipeline(self.num_stages, self.cut)
+        self.disks = {name: FullDisk() for name in self.trainer_ids}
+        self.trainers: dict[str, Trainer[None]] = {}
         self.members: dict[str, Member] = {}
-        self.tasks: dict[str, asyncio.Task[None]] = {}
+        self.leaving: dict[str, asyncio.Task[None]] = {}
+        self.tasks: dict[str, asyncio.Task[None]] = {}  # the life of each process
         self.computes: dict[str, FaultyCompute] = {}
-        self.points: Counter[tuple[str, str]] = Counter()
+        self.contexts: dict[str, contextvars.Context] = {}
+        self.striking = Faults(self)
         self.events: list[tuple[float, str, str, dict[str, Any]]] = []
         self.lives: Counter[str] = Counter()
         self.results: list[StepResult] = []
-        self.disk = MemoryDisk()
-        self.leader: Leader | None = None
+        self.leader: Leader | None = None  # the last that has begun to lead
         self.fired: list[Fault] = []
         self.over = False
-        self.training: asyncio.Task[StepResult] | None = None
-        self.away_s: float | None = None
         self.evicted = 0
         self.at_end: Callable[[], None] | None = None  # while all are still there
         self.committed: list[int] = []  # steps whose ledgers `check_record` has seen
+        self.records: dict[tuple[int, int], str] = {}  # hash by place, whoever has it
+        self.terms: dict[tuple[int, int], str] = {}  # who led in them
+        self._sent: Counter[tuple[str, int, int, int]] = Counter()  # calls from hop to hop
+        self.early_takeovers = 0  # terms that were won while the leader before was well
 
-    # ---- parts ----------------------------------------------------------------------------------
+    # ---- processes ------------------------------------------------------------------------------
 
-    def start_leader(self) -> Leader:
-        self.lives[LEADER] += 1
-        transport = self.network.transport(LEADER)
-        quorum = Quorum([LEADER], LEADER, self.disk)
-        leader = Leader(
-            self.plan,
-            self.pipeline,
-            self.batches or TinyBatches(),
-            quorum,
-            seed=self.seed,
-            slots=self.slots if not self.afab else 1000,
-            moves=self.moves,
-            probe=lambda point, **facts: self.on_probe(LEADER, point, facts),
-        )
-        leader.links = Links(
-            transport,
+    @property
+    def loop(self) -> VirtualTimeLoop:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        return loop
+
+    def later(self, seconds: float, act: Callable[..., object], *args: Any) -> None:
+        """Do something to the swarm, whichever process is stopped or dead by then."""
+        self.loop.call_later(seconds, act, *args, context=self.context)
+
+    def name_of(self, name: str) -> str:
+        """A process by its name; `LEADER` is the trainer that leads, or led last."""
+        if name != LEADER or name in self.trainer_ids:
+            return name
+        return self.terms[max(self.terms)] if self.terms else self.trainer_ids[0]
+
+    def _begin_life(self, name: str) -> str:
+        """Returns the incarnation."""
+        self.lives[name] += 1
+        self.contexts[name] = process_context(name)
+        return f"{name}#{self.lives[name]}"
+
+    def start_trainer(self, name: str) -> None:
+        incarnation = self._begin_life(name)
+        self.contexts[name].run(self._start_trainer, name, incarnation)
+
+    def _start_trainer(self, name: str, incarnation: str) -> None:
+        links = Links(
+            self.network.transport(name),
             RUN_ID,
-            f"{LEADER}#{self.lives[LEADER]}",
-            leader.admission.methods(),
-            on_close=leader.on_channel_closed,
+            incarnation,
+            {},
+            on_close=lambda channel: trainer.on_channel_closed(channel),
+            heartbeat_s=self.heartbeat_s,
             silence_s=self.silence_s,
         )
-        quorum.links = leader.links
-        leader.links.serve()
-        self.leader = leader
-        return leader
+        quorum = Quorum(self.trainer_ids, name, self.disks[name])
+        quorum.random.seed(f"{self.seed}/{incarnation}")
+
+        def make_leader() -> Leader:
+            leader = Leader(
+                self.plan,
+                self.pipeline,
+                self.batches or TinyBatches(),
+                quorum,
+                seed=self.seed,
+                slots=self.slots if not self.afab else 1000,
+                moves=self.moves,
+                probe=lambda point, **facts: self.on_probe(name, point, facts),
+                saved=self.saved_of(name),
+            )
+            leader.links = links
+            return leader
+
+        trainer: Trainer[None] = Trainer(
+            links,
+            quorum,
+            make_leader,
+            lambda leader: self.lead(name, leader),
+            lease_s=self.leases.get(name, 5.0),
+            seed=f"{self.seed}/{incarnation}",
+        )
+        links.serve()
+        self.trainers[name] = trainer
+        task = asyncio.get_running_loop().create_task(trainer.run(), name=name)
+        self.tasks[name] = task
+        task.add_done_callback(lambda done: self._trainer_ended(name, trainer, done))
+
+    def _trainer_ended(self, name: str, trainer: Trainer[None], task: asyncio.Task[None]) -> None:
+        """A trainer that cannot write its vote ends; it is started again until it can."""
+        if task.cancelled() or self.trainers.get(name) is not trainer:
+            return
+        error = task.exception()
+        if isinstance(error, StorageError):
+            self.kill_trainer(name, 1.0)
+        else:
+            self.fail(error or AssertionError(f"{name} thinks that the run is over"))
 
     def start_replica(self, name: str, stage: int | None) -> Member:
-        self.lives[name] += 1
+        incarnation = self._begin_life(name)
+        return self.contexts[name].run(self._start_replica, name, incarnation, stage)
+
+    def _start_replica(self, name: str, incarnation: str, stage: int | None) -> Member:
         transport = self.network.transport(name)
-        incarnation = f"{name}#{self.lives[name]}"
         factor = self.speed.get(name, 1.0)
         costs = {
             Kind.FORWARD: self.seconds[0] * factor,
@@ -253,7 +224,14 @@ class Swarm:
         compute = FaultyCompute(
             lambda kind: costs.get(kind, 0.001) * jitter.uniform(0.8, 1.2), afab=self.afab
         )
-        links = Links(transport, RUN_ID, incarnation, {}, silence_s=self.silence_s)
+        links = Links(
+            transport,
+            RUN_ID,
+            incarnation,
+            {},
+            heartbeat_s=self.heartbeat_s,
+            silence_s=self.silence_s,
+        )
         reducer = GroupAllReduce(transport, incarnation)
         reducer.serve()
 
@@ -288,116 +266,185 @@ class Swarm:
         if not self.over and name not in self.members:
             self.start_replica(name, stage)
 
-    def kill_leader(self, duration_s: float) -> None:
-        """Ends its process as kill -9 does; `main` starts the next life."""
-        if self.training is not None and not self.over and not self.training.done():
-            assert self.leader is not None
-            self.away_s = duration_s or 1.0
-            self.leader.abort()
-            self.leader.links.abort()
-            self.network.kill(LEADER)
-            self.training.cancel()
-
-    async def train(self) -> StepResult | None:
-        """One step; None when the leader died meanwhile, and another life of it goes on."""
-        assert self.leader is not None
-        self.training = asyncio.get_running_loop().create_task(self.leader.train_step())
-        try:
-            return await self.training
-        except asyncio.CancelledError:
-            if self.away_s is None:
-                raise
-            away_s, self.away_s = self.away_s, None
-            await asyncio.sleep(away_s)
-            await self.start_leader().begin()
-            return None
+    def revive(self, name: str) -> None:
+        """A trainer with the disk it had."""
+        if not self.over and name not in self.trainers:
+            self.start_trainer(name)
 
     def kill(self, name: str) -> None:
         """What kill -9 does."""
+        self.thaw(name)
         member = self.members.pop(name)
+        if (leaving := self.leaving.pop(name, None)) is not None:
+            leaving.cancel()
         self.tasks.pop(name).cancel()
         member.abort()
         member.links.abort()
         self.network.kill(name)
 
-    # ---- faults ---------------------------------------------------------------------------------
+    def kill_trainer(self, name: str, away_s: float) -> None:
+        if self.over or name not in self.trainers:
+            return
+        self.thaw(name)
+        trainer = self.trainers.pop(name)
+        self.tasks.pop(name).cancel()
+        trainer.abort()
+        trainer.links.abort()
+        self.network.kill(name)
+        self.later(away_s, self.revive, name)
+
+    def freeze(self, name: str) -> None:
+        """What SIGSTOP does: nothing of it runs, and nothing reaches it or leaves it."""
+        self.loop.stop_process(name)
+        self.network.freeze(name)
+
+    def thaw(self, name: str) -> None:
+        self.loop.continue_process(name)
+        self.network.thaw(name)
+
+    def leave(self, name: str, back_s: float) -> None:
+        """What the first SIGTERM does, with all the patience in the world."""
+        member = self.members[name]
+
+        async def go() -> None:
+            while not member.finished.is_set():
+                await member.drain(1000.0)
+                if self.can_lose(name):
+                    break
+                await asyncio.sleep(0.5)
+            if not self.can_lose(name, to=self.stays_for_now):
+                self.fail(AssertionError(f"{name} was told to go, with its stage's state"))
+            self.leaving.pop(name, None)
+            if self.members.get(name) is member:
+                await self.stop(name)
+                if back_s:
+                    stage = member.server.stage if member.server else member.stage
+                    self.later(back_s, self.restart, name, stage)
+
+        task = self.contexts[name].run(asyncio.get_running_loop().create_task, go())
+        task.add_done_callback(lambda done: done.cancelled() or self.fail(done.exception()))
+        self.leaving[name] = task
+
+    # ---- what is known of the run ---------------------------------------------------------------
 
     def on_probe(self, who: str, point: str, facts: dict[str, Any]) -> None:
-        self.points[who, point] += 1
-        self.points["", point] += 1
-        if point == "record":
-            self.check_record(facts["step"])
-        now = asyncio.get_running_loop().time()
-        self.events.append((now, who, point, facts))
-        for fault in self.faults:
-            if fault.fired or fault.point != point or fault.replica not in (None, who):
-                continue
-            if fault.step is not None and facts.get("step") != fault.step:
-                continue
-            fault.count -= 1
-            struck = fault.victim or who
-            if fault.count > 0 or (struck in self.members) == (fault.action in FROM_NOTHING):
-                continue
-            if fault.action == "kill" and not self.can_lose(struck):
-                continue
-            fault.fired = True
-            self.fired.append(fault)
-            self.strike(fault, struck)
+        try:
+            self._look_at(who, point, facts)
+        except AssertionError as error:
+            self.fail(error)  # raised here, it would be the process's to deal with
+        self.events.append((self.loop.now, who, point, facts))
+        self.striking.passed(who, point, facts.get("step"))
 
-    def can_lose(self, name: str) -> bool:
-        """Whether others of the stage hold what it needs to go on; else only a checkpoint helps."""
-        assert self.leader is not None
-        lost, record = self.members[name].server, self.leader.record
+    def _look_at(self, who: str, point: str, facts: dict[str, Any]) -> None:
+        if point == "record":
+            self.check_record(who, facts["step"])
+        elif point == "committed":
+            orders = self.members[who].orders if who in self.members else None
+            self.note_record(orders.record if orders else None)
+        elif point == "sent":
+            self._sent[who, self.lives[who], facts["step"], facts["index"]] += 1
+
+    @property
+    def effects(self) -> Counter[str]:
+        """What the faults did, beyond that they were injected."""
+        told = Counter(self.network.effects)
+        told["repeated"] = sum(count - 1 for count in self._sent.values())
+        told["early takeover"] = self.early_takeovers
+        told["takeover"] = max(len(self.terms) - 1, 0)
+        told["answer recomputed"] = self.evicted
+        return +told
+
+    def note_record(self, record: Record | None) -> None:
+        """No two records in one place, whoever holds them."""
+        if record is not None:
+            known = self.records.setdefault(record.position, record.hash)
+            assert known == record.hash, f"two records of step {record.step}"
+
+    def stays(self, name: str) -> bool:
+        """Whether nothing is under way that takes its state away."""
+        return name not in self.leaving and not self.computes[name].failing[Kind.UPDATE]
+
+    def stays_for_now(self, name: str) -> bool:
+        """Wherever it wants to go: it has not been told that it may."""
+        return not self.members[name].finished.is_set()
+
+    def can_lose(self, name: str, to: Callable[[str], bool] | None = None) -> bool:
+        """Whether others of the stage hold what it needs to go on; else only a checkpoint helps.
+        Others are those for whom `to` is true, `stays` by default."""
+        lost = self.members[name].server
         if lost is None:
             return True
-        for other in self.members.values():
-            if other.server is None or other.server is lost or other.server.stage != lost.stage:
-                continue
-            behind = self.leader.next_step - other.server.ledger.step
-            prepared = other.orders.prepared if other.orders else None
-            if behind == 0 or (
-                behind == 1
-                and record is not None
-                and prepared is not None
-                and prepared.update.facts.sha256 == record.gradients[lost.stage]
-            ):
-                return True
-        return False
+        votes = [disk.vote for disk in self.disks.values()]
+        records = [vote.committed for vote in votes if vote.committed is not None]
+        newest = max(records, key=lambda each: each.step, default=None)
+        next_step = newest.step + 1 if newest else 0
+        # What one trainer has accepted may be committed, and not known to be.
+        pending = [
+            vote.accepted.record
+            for vote in votes
+            if vote.accepted is not None
+            and vote.accepted.record is not None
+            and vote.accepted.key.step == next_step
+        ]
+        return any(
+            self._has_state(other, lost.stage, next_step, newest, pending)
+            for each, other in self.members.items()
+            if each != name and (to or self.stays)(each)
+        )
 
-    def strike(self, fault: Fault, who: str) -> None:
-        loop = asyncio.get_running_loop()
-        duration_s = fault.duration_s or 20.0
-        if fault.action == "kill":
-            self.kill(who)
-            if fault.duration_s:
-                stage = int(who[1 : who.index(".")])
-                loop.call_later(fault.duration_s, self.restart, who, stage)
-        elif fault.action == "kill_leader":
-            loop.call_soon(self.kill_leader, fault.duration_s)
-        elif fault.action == "start":
-            self.start_replica(who, fault.stage)
-        elif fault.action == "freeze":
-            self.network.freeze(who)
-            loop.call_later(duration_s, self.network.thaw, who)
-        elif fault.action == "cut":
-            others = [fault.other] if fault.other else [n for n in self.members if n != who]
-            if others:
-                other = self.random.choice(others)
-                self.network.cut(who, other)
-                loop.call_later(duration_s, self.network.heal, who, other)
-        elif fault.action == "cut_leader":
-            self.network.cut(who, LEADER)
-            loop.call_later(duration_s, self.network.heal, who, LEADER)
-        elif fault.action == "reset":
-            for stream in list(self.network.transports[who].streams):
-                stream.abort()
-        elif fault.action == "raise":
-            kind = Kind.BACKWARD if fault.point == "backward" else Kind.FORWARD
-            self.computes[who].failing[kind] += 1
-        else:
-            raise ValueError(fault.action)
+    @staticmethod
+    def _has_state(
+        member: Member,
+        stage: int,
+        next_step: int,
+        newest: Record | None,
+        pending: Sequence[Record],
+    ) -> bool:
+        """Whether it is, or will be by itself, at the newest state there may be of its stage."""
+        server, orders = member.server, member.orders
+        if server is None or orders is None or server.stage != stage or not orders.valid:
+            return False
+        sha256 = orders.prepared.update.facts.sha256 if orders.prepared else ""
+        step = server.ledger.step
+        if step == next_step:
+            return all(sha256 == record.gradients[stage] for record in pending)
+        if newest is None or step != next_step - 1:
+            return step > next_step
+        return not pending and sha256 == newest.gradients[stage]
 
     # ---- the run --------------------------------------------------------------------------------
+
+    async def lead(self, name: str, leader: Leader) -> None:
+        """One term, to the end of the run if it lasts so long."""
+        for other, trainer in self.trainers.items():
+            if trainer.leader not in (None, leader) and other not in self.network.frozen:
+                self.early_takeovers += 1
+        self.leader, self.terms[leader.term.epoch, leader.term.counter] = leader, name
+        await self.at_record(leader)
+        while leader.next_step < self.num_steps:
+            self.results.append(await leader.train_step())
+            await self.at_record(leader)
+        await leader.restoring.until_held()
+        self.leader = leader  # another that was beaten may have come between
+        await self.settle()
+        self.check()
+        if self.at_end is not None:
+            self.at_end()
+        self.over = True
+        self.done.set_result(self.hashes())
+        await asyncio.Event().wait()  # go on leading until the run is taken down
+
+    async def at_record(self, leader: Leader) -> None:
+        """A leader begins, or has committed a step."""
+        self.note_record(leader.record)
+
+    def saved_of(self, name: str) -> Saved | None:
+        """The checkpoints a trainer has: none here, so nobody goes back."""
+        return None
+
+    def fail(self, error: BaseException | None) -> None:
+        if error is not None and not self.done.done():
+            self.done.set_exception(error)
 
     async def start_all(self) -> None:
         for stage, count in enumerate(self.replicas):
@@ -405,51 +452,54 @@ class Swarm:
                 self.start_replica(f"r{stage}.{number}", stage)
 
     async def main(self, num_steps: int) -> dict[str, str]:
-        await self.start_leader().begin()
-        assert self.leader is not None
+        self.num_steps = num_steps
+        self.done: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
+        for name in self.trainer_ids:
+            self.start_trainer(name)
         await self.start_all()
+        self.striking.begin()
         try:
-            while self.leader.next_step < num_steps:
-                if (result := await self.train()) is not None:
-                    self.results.append(result)
-            await self.settle()
-            self.check()
-            if self.at_end is not None:
-                self.at_end()
-            return self.hashes()
+            return await self.done
         finally:
-            self.over = True
-            for name in list(self.members):
-                await self.stop(name)
-            await self.leader.links.aclose()
-            await self.leader.aclose()
-            await self.network.transports[LEADER].close()
+            await self._take_down()
+
+    async def _take_down(self) -> None:
+        self.over = True
+        for name in sorted(self.network.frozen):
+            self.thaw(name)
+        for task in self.leaving.values():
+            task.cancel()
+        await asyncio.gather(*self.leaving.values(), return_exceptions=True)
+        for name in list(self.members):
+            await self.stop(name)
+        for name, trainer in list(self.trainers.items()):
+            self.tasks[name].cancel()
+            await asyncio.gather(self.tasks[name], return_exceptions=True)
+            await trainer.aclose()
+            await trainer.links.aclose()
+            await self.network.transports[name].close()
 
     async def settle(self) -> None:
         """Until everybody who can has applied the last commit, and what it began has ended."""
         assert self.leader is not None
         for _ in range(40_000):
-            steps = {
-                member.step
-                for name, member in self.members.items()
-                if name not in self.network.frozen
-            }
+            steps = {name: member.step for name, member in self.members.items()}
             if (
-                steps == {self.leader.next_step}
+                set(steps.values()) == {self.leader.next_step}
                 and not any(each.server.tasks for each in self.members.values() if each.server)
-                and not self.network.frozen
-                and not self.network.cuts
+                and self.network.healthy
             ):
                 return
             await asyncio.sleep(0.05)
         raise AssertionError(f"replicas stand at {steps}, the run at {self.leader.next_step}")
 
-    def check_record(self, step: int) -> None:
+    def check_record(self, who: str, step: int) -> None:
         """Every microbatch is counted once per stage by those whom the record names."""
-        assert self.leader is not None
-        assert self.leader.record is not None
+        leader = self.trainers[who].leader
+        assert leader is not None
+        assert leader.record is not None
         alive = {member.links.incarnation: member for member in self.members.values()}
-        for stage, names in self.leader.record.members.items():
+        for stage, names in leader.record.members.items():
             servers = [alive[name].server for name in names if name in alive]
             ledgers = [s.ledger.counted for s in servers if s is not None and s.ledger.step == step]
             counted = sorted(index for ledger in ledgers for index in ledger)
@@ -464,6 +514,8 @@ class Swarm:
         assert self.leader is not None
         assert not self.network.handler_errors, self.network.handler_errors
         assert not self.leader.in_flight, self.leader.in_flight
+        for disk in self.disks.values():
+            self.note_record(disk.vote.committed)
         for name, member in self.members.items():
             server = member.server
             assert server is not None, f"{name} has not joined"
@@ -500,18 +552,16 @@ class Swarm:
         return self.evicted
 
 
-_baselines: dict[tuple[int, int], tuple[str, list[StepResult]]] = {}
-
-
-def baseline(num_steps: int = 3, num_microbatches: int = 4) -> tuple[str, list[StepResult]]:
-    """sha256 and step results of the one-process run."""
-    key = (num_steps, num_microbatches)
-    if key not in _baselines:
-        oracle = Baseline(plan(num_microbatches), shared_pipeline(1), TinyBatches(), OPTIMIZER)
-        results = list(oracle.steps(num_steps))
-        _baselines[key] = (oracle.report()["sha256"], results)
-    return _baselines[key]
-
-
-Check = Callable[[Swarm], None]
-__all__ = ["Fault", "Swarm", "baseline", "peer_of", "plan"]
+__all__ = [
+    "LEADER",
+    "OPTIMIZER",
+    "RUN_ID",
+    "Fault",
+    "Swarm",
+    "TinyBatches",
+    "baseline",
+    "peer_of",
+    "pipeline",
+    "plan",
+    "shared_pipeline",
+]

@@ -15,8 +15,9 @@ from peer.restoring import Origin, Saved
 from peer.snapshots import Snapshot
 from swarm.errors import DataError
 from swarm.terms import Record
-from tests.protocol.simulated import baseline, plan
-from tests.protocol.trainers import LIMIT_S, TRAINERS, TrainerSwarm
+from tests.protocol.faults import LEADER, Fault
+from tests.protocol.scenario import LIMIT_S, TRAINERS
+from tests.protocol.simulated import Swarm, baseline, plan
 
 STEPS = 6
 ALONE = ("t0",)
@@ -46,8 +47,8 @@ class MemorySaved:
         return self.states[record.step + 1][stage]
 
 
-class EpochSwarm(TrainerSwarm):
-    """A `TrainerSwarm` with checkpoints every `every` steps (0: none) whose stages may die whole.
+class EpochSwarm(Swarm):
+    """A `Swarm` with checkpoints every `every` steps (0: none) whose stages may die whole.
 
     `at` is where stage `lost` dies: the `count`-th time one of it passes that point of `step`. It
     is back, empty, after `back_s`.
@@ -58,9 +59,9 @@ class EpochSwarm(TrainerSwarm):
     everybody_dies = False
     leader_dies_at = ""  # a point of the leader's, after the loss
 
-    def prepare_epochs(self, timeline: list[tuple] | None = None) -> None:
-        leases = dict.fromkeys(self.trainer_ids, 1.0)
-        self.prepare(STEPS, leases, timeline or [])
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.leases = dict.fromkeys(self.trainer_ids, 1.0)
         self.saved = MemorySaved()
         self.epochs: list[tuple[int, int]] = []
         self.paused: list[int] = []
@@ -69,8 +70,11 @@ class EpochSwarm(TrainerSwarm):
     def saved_of(self, name: str) -> Saved | None:
         return self.saved
 
-    def note_record(self, leader: Leader) -> None:
-        super().note_record(leader)
+    async def at_record(self, leader: Leader) -> None:
+        await super().at_record(leader)
+        if self.results:
+            # Commits are applied while the next step begins: a checkpoint waits for them.
+            await asyncio.sleep(0.5)
         step = leader.next_step
         if self.every and step and step % self.every == 0 and step not in self.saved.states:
             states = self.copies(step)
@@ -93,18 +97,6 @@ class EpochSwarm(TrainerSwarm):
             return None
         return [found[stage] for stage in range(self.pipeline.num_stages)]
 
-    async def lead(self, leader: Leader) -> None:
-        # Commits are applied while the next step begins: a checkpoint waits for them.
-        self.leader = leader
-        self.terms.add(leader.term.counter)
-        self.note_record(leader)
-        while leader.next_step < self.num_steps:
-            self.results.append(await leader.train_step())
-            await asyncio.sleep(0.5)
-            self.note_record(leader)
-        await leader.restoring.until_held()
-        await super().lead(leader)
-
     def on_probe(self, who: str, point: str, facts: dict[str, Any]) -> None:
         super().on_probe(who, point, facts)
         if point == "epoch":
@@ -113,30 +105,26 @@ class EpochSwarm(TrainerSwarm):
             self.paused.append(facts["stage"])
         if self.deaths and who in self.trainers and point == self.leader_dies_at:
             self.leader_dies_at, self.leader_deaths = "", self.leader_deaths + 1
-            asyncio.get_running_loop().call_soon(self.kill_trainer, who)
-            asyncio.get_running_loop().call_later(3.0, self.revive, who)
+            self.later(0.0, self.kill_trainer, who, 3.0)
         of_stage = who.startswith(f"r{self.lost}.") or self.everybody_dies
         if of_stage and point == self.point and facts.get("step") == self.step:
             self.count -= 1
             if self.count == 0:
                 self.deaths += 1
-                asyncio.get_running_loop().call_soon(self.lose)
+                self.later(0.0, self.lose)
 
     def lose(self) -> None:
-        loop = asyncio.get_running_loop()
         for name in list(self.members):
             stage = int(name[1 : name.index(".")])
             if self.everybody_dies or stage == self.lost:
                 self.kill(name)
-                loop.call_later(self.back_s, self.restart, name, stage)
+                self.later(self.back_s, self.restart, name, stage)
 
 
 def swarm_of(trainers: tuple[str, ...] = ALONE, **more: Any) -> EpochSwarm:
-    swarm = EpochSwarm(
+    return EpochSwarm(
         num_stages=3, replicas=(2, 1, 2), plan=plan(4, STEPS), trainer_ids=trainers, **more
     )
-    swarm.prepare_epochs()
-    return swarm
 
 
 def run_exactly(swarm: EpochSwarm, *, surely: bool = True) -> None:
@@ -209,9 +197,9 @@ def test_a_replica_of_the_old_epoch_comes_back_late_and_drops_its_state() -> Non
         name = "r2.1"
         swarm.network.freeze(name)
         late.append(name)
-        asyncio.get_running_loop().call_later(60.0, swarm.network.thaw, name)
+        swarm.later(60.0, swarm.network.thaw, name)
         swarm.kill("r2.0")
-        asyncio.get_running_loop().call_later(2.0, swarm.restart, "r2.0", 2)
+        swarm.later(2.0, swarm.restart, "r2.0", 2)
 
     swarm.lose = freeze_one  # type: ignore[method-assign]
     run_exactly(swarm)
@@ -226,7 +214,7 @@ def test_a_holder_that_was_only_cut_off_saves_the_steps() -> None:
 
     def freeze() -> None:
         swarm.network.freeze("r1.0")
-        asyncio.get_running_loop().call_later(8.0, swarm.network.thaw, "r1.0")
+        swarm.later(8.0, swarm.network.thaw, "r1.0")
         swarm.start_replica("r1.9", 1)
 
     swarm.lose = freeze  # type: ignore[method-assign]
@@ -251,7 +239,7 @@ def test_stages_are_lost_and_leaders_die_at_random(first: int) -> None:
         try:
             run_exactly(swarm, surely=False)
         except BaseException as error:
-            error.add_note(f"seed {seed}: {vars(swarm)['timeline']}")
+            error.add_note(f"seed {seed}: {swarm.faults}")
             raise
         epochs, deaths = epochs + len(swarm.epochs), deaths + swarm.leader_deaths
     assert epochs > 10
@@ -271,15 +259,15 @@ def random_swarm(seed: int) -> EpochSwarm:
         seconds=r.choice(((0.05, 0.1), (0.2, 0.4))),
         trainer_ids=r.choice((ALONE, TRAINERS, TRAINERS)),
     )
-    timeline: list[tuple[float, str, Any, float]] = []
     for _ in range(r.randint(0, 3)):
-        action = r.choice(("kill_leader", "freeze", "cut"))
-        who: Any = r.choice(swarm.trainer_ids)
-        if action == "cut":
+        action = r.choice(("kill", "freeze", "partition"))
+        who, side = LEADER if action == "kill" else r.choice(swarm.trainer_ids), ()
+        if action == "partition":
             everybody = [*swarm.trainer_ids, *(f"r{k}.0" for k in range(len(replicas)))]
-            who = r.sample(everybody, r.randint(1, len(everybody) - 1))
-        timeline.append((r.uniform(0.5, 30.0), action, who, r.choice((0.5, 3.0, 20.0))))
-    swarm.prepare_epochs(sorted(timeline, key=lambda each: each[0]))
+            side = tuple(r.sample(everybody, r.randint(1, len(everybody) - 1)))
+        when, how_long = r.uniform(0.5, 30.0), r.choice((0.5, 3.0, 20.0))
+        fault = Fault("", action, victim=who, at_s=when, duration_s=how_long, side=side)
+        swarm.faults.append(fault)
     swarm.every = r.choice((0, 1, 2, 3))
     swarm.lost, swarm.step = r.randrange(len(replicas)), r.randint(0, STEPS - 1)
     swarm.point, swarm.count = r.choice(POINTS), r.randint(1, 2)

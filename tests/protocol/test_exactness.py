@@ -1,8 +1,10 @@
-"""A swarm under faults ends with the bits of the one-process run (DESIGN, I6)."""
+"""A swarm under faults ends with the bits of the one-process run (DESIGN, I6), and what they cost.
+
+Random faults are in `test_scenarios.py`.
+"""
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from dataclasses import replace
 
@@ -11,28 +13,7 @@ import pytest
 
 from swarm.compute import Kind
 from swarm.wire.boundaries import BoundaryCodecs
-from tests.protocol.scenarios import run_seed
 from tests.protocol.simulated import Fault, Swarm, baseline, plan
-
-SEEDS, CHUNK = 260, 20
-
-
-@pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
-def test_random_faults_leave_the_parameters_of_the_baseline(first: int) -> None:
-    """Each scenario's seed stands in the failure; `python -m tests.protocol.scenarios SEED`."""
-    fired: Counter[str] = Counter()
-    for seed in range(first, first + CHUNK):
-        fired.update(fault.action for fault in run_seed(seed).fired)
-    assert fired["kill"] >= 3, fired
-    assert len(fired) >= 4, fired
-
-
-def test_a_seed_replays() -> None:
-    def events(seed: int) -> str:
-        return hashlib.sha256(repr(run_seed(seed).events).encode()).hexdigest()
-
-    assert events(11) == events(11)
-
 
 POINTS = ["forward", "sent", "backward", "counted", "average", "prepared", "commit", "committed"]
 

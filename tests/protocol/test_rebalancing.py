@@ -116,7 +116,7 @@ def test_a_mover_that_dies_costs_a_replica_and_no_more() -> None:
 @pytest.mark.parametrize("point", ["move", "moved"])
 def test_the_leader_dies_during_a_move(point: str) -> None:
     swarm = AdaptiveSwarm(plan=plan(MICROBATCHES, 10), costs=(1.0, 1.0, 4.0))
-    run(swarm, 10, **{point: lambda swarm, facts: swarm.kill_leader(1.0)})
+    run(swarm, 10, **{point: lambda swarm, facts: swarm.kill_trainer("leader", 1.0)})
     assert swarm.lives["leader"] == 2
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 
 import pytest
@@ -72,4 +73,61 @@ def test_threads_are_refused() -> None:
         await asyncio.to_thread(time.sleep, 0)
 
     with pytest.raises(RuntimeError, match="thread"):
+        run(main())
+
+
+def test_a_stopped_process_does_nothing_until_it_continues() -> None:
+    """Its tasks, its timers, and what others want of it; then all at once, in order."""
+    from swarm.sim.virtual_time import VirtualTimeLoop, process_context
+
+    said: list[tuple[str, float]] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        asked = asyncio.Event()
+
+        async def ticks() -> None:
+            for _ in range(3):
+                await asyncio.sleep(1.0)
+                said.append(("tick", loop.time()))
+
+        async def answers() -> None:
+            await asked.wait()
+            said.append(("answer", loop.time()))
+
+        tasks = [process_context("p").run(loop.create_task, each()) for each in (ticks, answers)]
+        await asyncio.sleep(1.5)
+        loop.stop_process("p")
+        asked.set()
+        await asyncio.sleep(10.0)
+        assert said == [("tick", 1.0)]
+        loop.continue_process("p")
+        await asyncio.gather(*tasks)
+
+    run(main())
+    assert said == [("tick", 1.0), ("answer", 11.5), ("tick", 11.5), ("tick", 12.5)]
+
+
+def test_a_run_that_fails_while_a_process_is_stopped_ends() -> None:
+    from swarm.sim.virtual_time import VirtualTimeLoop, process_context
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        main.task = process_context("p").run(loop.create_task, asyncio.sleep(5.0))  # type: ignore[attr-defined]
+        loop.stop_process("p")
+        await asyncio.sleep(1.0)
+        raise ValueError("as planned")
+
+    with pytest.raises(ValueError, match="as planned"):
+        run(main())
+
+
+def test_time_that_stands_still_is_noticed() -> None:
+    async def main() -> None:
+        for _ in itertools.count():
+            await asyncio.sleep(0)
+
+    with pytest.raises(DeadlockError, match="not moved"):
         run(main())
