@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm.placement.table import LoadTable, PeerLoad, settled_stages
@@ -26,12 +27,21 @@ def choose_stage(table: LoadTable, joiner: PeerLoad, now_s: float) -> Placement:
     `joiner` itself is not counted if it is in the table already.
     """
     others = tuple(p for p in table.peers if p.peer != joiner.peer)
-    rest = LoadTable(table.stages, others)
-    rates = rest.settled_rates(now_s)
-    count = [0] * len(rates)
+    count = [0] * len(table.stages)
     for peer in others:
         for stage in settled_stages(peer, now_s):
             count[stage] += 1
+    rates = LoadTable(table.stages, others).settled_rates(now_s)
+    return choose_among(table, joiner, rates, count)
+
+
+def choose_among(
+    table: LoadTable, joiner: PeerLoad, rates: Sequence[float], replicas: Sequence[int]
+) -> Placement:
+    """As `choose_stage`, for a caller that keeps the settled rates and replicas per stage itself.
+
+    Of `table` only the stages count. O(stages).
+    """
     fitting = [stage for stage in range(len(rates)) if table.fits(joiner, stage)]
     if not fitting:
         least = min(need.memory_bytes for need in table.stages)
@@ -40,11 +50,10 @@ def choose_stage(table: LoadTable, joiner: PeerLoad, now_s: float) -> Placement:
             f"no stage fits: the smallest needs {_gib(least)}, "
             f"the device has {_gib(joiner.memory_bytes or 0)}",
         )
-    best = min(fitting, key=lambda s: (rates[s], count[s], -table.rate(joiner, s), s))
-    rate = table.rate(joiner, best)
+    best = min(fitting, key=lambda s: (rates[s], replicas[s], -table.rate(joiner, s), s))
     before = min(rates)
-    after = min(r + rate if s == best else r for s, r in enumerate(rates))
-    if not count[best]:
+    after = min(r + table.rate(joiner, best) if s == best else r for s, r in enumerate(rates))
+    if not replicas[best]:
         why = f"stage {best} has nobody"
     elif after > before:
         why = f"stage {best} is the slowest: {before:.3g} -> {after:.3g} microbatches/s"

@@ -30,7 +30,9 @@ from swarm.wire.boundaries import BACKWARD, FORWARD, BoundaryCodecs
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = sorted(
-    {*(ROOT / "examples").rglob("*.toml")} - {*(ROOT / "examples").rglob("pyproject.toml")}
+    {*(ROOT / "examples").rglob("*.toml")}
+    - {*(ROOT / "examples").rglob("pyproject.toml")}
+    - {*(ROOT / "examples/scenarios").rglob("*.toml")}  # of `swarm simulate`
 )
 SMALL = """
 [model]

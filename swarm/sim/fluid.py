@@ -1,0 +1,167 @@
+"""The coarse resolution: between two events every rate is constant, and work flows like a fluid.
+
+The swarm does `min` over stages of the sum of its replicas' rates. What a step costs beyond its
+microbatches (averaging, filling the pipeline) is spread over them. A replica that dies without
+notice takes what it has counted in the step with it, half a step's share on average; its stage
+computes it again, which delays the step by as much as that stage has no time to spare.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from itertools import count
+from typing import NamedTuple
+
+from swarm.placement import StageNeed
+from swarm.sim.churn import Life
+from swarm.sim.outcome import Outcome, Reach
+from swarm.sim.policies import Policy
+from swarm.sim.roster import Roster
+
+_LEAVE, _ABLE, _NOTICE, _ARRIVE, _JOIN, _TICK = range(6)  # in this order when they coincide
+
+
+class Step(NamedTuple):
+    """What a step is: `microbatches` (0: work without steps), `averaging_s` in which nothing else
+    flows, `hop_s` a tensor takes from one stage to the next, `slots` microbatches under way per
+    replica of the narrowest stage (0: stages + 2; only the fine resolution knows them)."""
+
+    microbatches: int = 0
+    averaging_s: float = 0.0
+    hop_s: float = 0.0
+    slots: int = 0
+
+
+def simulate(
+    needs: tuple[StageNeed, ...],
+    lives: Sequence[Life],
+    policy: Policy,
+    *,
+    seconds: float,
+    seed: int = 0,
+    step: Step = Step(),  # noqa: B008 (immutable)
+    lifetime_s: float = math.inf,
+) -> Outcome:
+    """One run of `seconds`. `lifetime_s`: how long planners believe that peers stay."""
+    roster = Roster(needs, lifetime_s)
+    outcome = Outcome(policy.name, seed, seconds)
+    costs = [need.cost for need in needs]
+    alive, able = Reach(costs), Reach(costs)
+    least_download = min(need.download_bytes for need in needs)
+    order = count()
+    events: list[tuple[float, int, int, object]] = []
+
+    def at(time_s: float, kind: int, what: object) -> None:
+        if time_s <= seconds:
+            heapq.heappush(events, (time_s, kind, next(order), what))
+
+    for life in lives:
+        at(max(0.0, life.joins_s), _JOIN, life)
+    if policy.every_s is not None:
+        at(policy.every_s, _TICK, None)
+
+    now = fill_s = progress = 0.0  # microbatches, those done again included
+
+    def pass_until(time_s: float) -> None:
+        nonlocal now, progress
+        if time_s > now:
+            rate, best, reachable = (
+                with_overhead(each, step, fill_s)
+                for each in (roster.throughput, alive.value, able.value)
+            )
+            outcome.pass_time(now, time_s, rate, best, reachable, len(roster.peers))
+            outcome.did(now, time_s, rate * (time_s - now))
+            progress += rate * (time_s - now)
+            now = time_s
+
+    while events:
+        time_s, kind, _, what = heapq.heappop(events)
+        pass_until(time_s)
+        if kind == _TICK:
+            for move in policy.moves(roster, now):
+                outcome.moves += 1
+                at(roster.begin(move, now), _ARRIVE, move.peer)
+            assert policy.every_s is not None
+            at(now + policy.every_s, _TICK, None)
+        elif kind == _ARRIVE:
+            roster.arrive(str(what), now)
+        else:
+            assert isinstance(what, Life)
+            life = what
+            if kind == _JOIN:
+                outcome.joins += 1
+                joiner = roster.newcomer(life)
+                first = life.joins_s <= 0
+                alive.add(life.speed)
+                able_s = now if first else now + least_download / life.link_bytes_per_s
+                if able_s < life.leaves_s:
+                    at(able_s, _ABLE, life)
+                at(life.leaves_s, _LEAVE, life)
+                if life.notice_s > 0 and math.isfinite(life.leaves_s):
+                    at(max(now, life.leaves_s - life.notice_s), _NOTICE, life)
+                stage = policy.stage_of(roster, joiner)
+                if stage is None:
+                    roster.homeless += 1
+                else:
+                    arrives_s = roster.enter(joiner, stage, now, at_once=first)
+                    if arrives_s > now:
+                        at(arrives_s, _ARRIVE, life.peer)
+            elif kind == _ABLE:
+                able.add(life.speed)
+            elif kind == _NOTICE:
+                roster.give_notice(life.peer, life.leaves_s)
+            else:
+                outcome.leaves += 1
+                alive.remove(life.speed)
+                if life.joins_s <= 0 or (
+                    life.joins_s + least_download / life.link_bytes_per_s < life.leaves_s
+                ):
+                    able.remove(life.speed)
+                busy = roster.throughput
+                gone = roster.remove(life.peer)
+                if gone is not None and gone.stages and not life.notice_s:
+                    own = roster.rate(gone, gone.stages[0])
+                    in_step = (progress % step.microbatches) if step.microbatches else 0.0
+                    lost, back = _delay(roster, gone.stages[0], own, busy, step, in_step)
+                    outcome.redone += lost
+                    outcome.did(now, now, -back)
+        if step.microbatches:
+            fill_s = pipeline_fill_s(roster, step)
+    pass_until(seconds)
+    outcome.finish(seconds)
+    return outcome
+
+
+def with_overhead(rate: float, step: Step, fill_s: float) -> float:
+    """Microbatches/s when every step also averages and fills its pipeline."""
+    if not step.microbatches or rate <= 0:
+        return rate
+    return step.microbatches / (step.microbatches / rate + step.averaging_s + fill_s)
+
+
+def pipeline_fill_s(roster: Roster, step: Step) -> float:
+    """How long the first microbatch of a step is alone, less the time it would take in the flow:
+    every stage serves it once, by a replica of average speed, with two hops between stages."""
+    stages = [s for s in range(len(roster.needs)) if roster.present[s] > 0]
+    if len(stages) < len(roster.needs):
+        return 0.0
+    alone = sum(roster.serving[s] / roster.present[s] for s in stages)
+    return alone + 2 * step.hop_s * (len(stages) - 1) - 1 / roster.throughput
+
+
+def _delay(
+    roster: Roster, stage: int, own: float, busy: float, step: Step, in_step: float
+) -> tuple[float, float]:
+    """What a replica that did `own` of its stage's rate had counted when it died, and how many
+    microbatches the swarm is set back because its stage computes that again. `busy`: the swarm's
+    rate before; `in_step`: microbatches of the step that are done."""
+    rate = roster.present[stage]
+    if not step.microbatches or busy <= 0 or rate <= 0:
+        return 0.0, 0.0
+    lost = in_step * own / (rate + own)
+    flow = roster.throughput
+    left = step.microbatches - in_step
+    late_s = (left + lost) / rate - left / flow if flow > 0 else lost / rate
+    return lost, max(0.0, late_s) * flow

@@ -1,0 +1,127 @@
+"""The simulated swarm's membership: who serves what, who is under way, and what follows from it.
+
+Both resolutions use it, so they differ only in how microbatches flow. It keeps the rates per stage
+as they change, in O(1) an event, and hands the planner the same `LoadTable` a leader would.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from swarm.placement import LoadTable, Move, PeerLoad, StageNeed
+from swarm.sim.churn import Life
+
+
+class Roster:
+    """Peers of one stage each. `lifetime_s` is what planners are told of how long peers stay."""
+
+    def __init__(self, needs: tuple[StageNeed, ...], lifetime_s: float = math.inf) -> None:
+        self.needs = needs
+        self.lifetime_s = lifetime_s
+        self.peers: dict[str, PeerLoad] = {}
+        stages = len(needs)
+        self.present = [0.0] * stages  # microbatches/s of those who serve
+        self.settled = [0.0] * stages  # once all have arrived, and those who said so have gone
+        self.serving = [0] * stages
+        self.expected = [0] * stages
+        self.changes = 0
+        self.homeless = 0  # joiners that fitted no stage
+        self._bare = LoadTable(needs)
+
+    @property
+    def table(self) -> LoadTable:
+        return LoadTable(self.needs, tuple(self.peers.values()))
+
+    @property
+    def bare(self) -> LoadTable:
+        """The stages alone."""
+        return self._bare
+
+    @property
+    def throughput(self) -> float:
+        """Microbatches/s now."""
+        return min(self.present)
+
+    def newcomer(self, life: Life) -> PeerLoad:
+        return PeerLoad(
+            life.peer,
+            speed=life.speed,
+            memory_bytes=life.memory_bytes,
+            download_bytes_per_s=life.link_bytes_per_s,
+            lifetime_s=self.lifetime_s,
+        )
+
+    def enter(self, joiner: PeerLoad, stage: int, now_s: float, *, at_once: bool) -> float:
+        """It takes `stage`; returns when it will serve."""
+        download_s = 0.0 if at_once else self._bare.download_s(joiner, stage)
+        if download_s == 0.0:
+            self._put(replace(joiner, stages=(stage,)))
+        else:
+            self._put(replace(joiner, arriving=stage, arrives_s=now_s + download_s))
+        return now_s + download_s
+
+    def begin(self, move: Move, now_s: float) -> float:
+        """It begins to move; returns when it will serve its new stage."""
+        peer = self.peers[move.peer]
+        assert peer.stages == (move.from_stage,)
+        mover = replace(peer, moved_s=now_s, left_stage=move.from_stage)
+        if move.download_s == 0.0:
+            self._put(replace(mover, stages=(move.to_stage,)))
+        else:
+            self._put(
+                replace(
+                    mover,
+                    stages=peer.stages if move.keeps_serving else (),
+                    arriving=move.to_stage,
+                    arrives_s=now_s + move.download_s,
+                )
+            )
+        return now_s + move.download_s
+
+    def arrive(self, name: str, now_s: float) -> bool:
+        """Its download should be done; False if it has gone, or that was another download."""
+        peer = self.peers.get(name)
+        if peer is None or peer.arriving is None or peer.arrives_s > now_s:
+            return False
+        self._put(replace(peer, stages=(peer.arriving,), arriving=None))
+        return True
+
+    def give_notice(self, name: str, leaves_s: float) -> None:
+        peer = self.peers.get(name)
+        if peer is not None:
+            self._put(replace(peer, leaves_s=leaves_s))
+
+    def remove(self, name: str) -> PeerLoad | None:
+        """It is gone."""
+        peer = self.peers.get(name)
+        if peer is not None:
+            self._count(peer, -1)
+            del self.peers[name]
+            self.changes += 1
+        return peer
+
+    def rate(self, peer: PeerLoad, stage: int) -> float:
+        return (peer.speed or 0.0) / self.needs[stage].cost
+
+    def _put(self, peer: PeerLoad) -> None:
+        old = self.peers.get(peer.peer)
+        if old is not None:
+            self._count(old, -1)
+        self.peers[peer.peer] = peer
+        self._count(peer, 1)
+        self.changes += 1
+
+    def _count(self, peer: PeerLoad, sign: int) -> None:
+        for stage in peer.stages:
+            self._add(self.present, self.serving, stage, sign, self.rate(peer, stage))
+        if math.isinf(peer.leaves_s):
+            settled: Iterable[int] = peer.stages if peer.arriving is None else (peer.arriving,)
+            for stage in settled:
+                self._add(self.settled, self.expected, stage, sign, self.rate(peer, stage))
+
+    @staticmethod
+    def _add(rates: list[float], counts: list[int], stage: int, sign: int, rate: float) -> None:
+        counts[stage] += sign
+        rates[stage] = rates[stage] + sign * rate if counts[stage] else 0.0  # no rounding is left
