@@ -380,6 +380,24 @@ def _evaluation_line(result: dict[str, Any]) -> str:
     return f"loss {result['loss']:.4f}, perplexity {result['perplexity']:.2f}"
 
 
+@app.command()
+def simulate(
+    scenario: Annotated[
+        Path, typer.Argument(metavar="SCENARIO.toml", help="Stages, peers, churn, policies.")
+    ],
+    out: Annotated[Path, typer.Option(help="Directory for the results.")] = Path("simulation"),
+    seeds: Annotated[
+        int | None, typer.Option(help="Seeds to run [default: the scenario's].", min=1)
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Simulate a swarm under churn, with the routing and the planner of a real one."""
+    with fail_in_one_line(debug):
+        from peer.simulate import simulate as run_simulation
+
+        run_simulation(scenario, out, seeds=seeds, say=typer.echo)
+
+
 peer_app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,

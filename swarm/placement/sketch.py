@@ -121,9 +121,8 @@ class Sketch:
         return float(self.settled.min(initial=math.inf)), float(self.present.min(initial=math.inf))
 
     def slowest(self) -> int:
-        """The stage to help next; of equally slow ones the one with the fewest replicas."""
-        lowest = np.flatnonzero(self.settled <= self.settled.min() * (1 + _EPSILON))
-        return int(lowest[np.argmin(self.staying[lowest])])
+        """The stage to help next, the first of equally slow ones."""
+        return int(np.argmax(self.settled <= self.settled.min() * (1 + _EPSILON)))
 
     def best_step(self, to: int) -> list[tuple[int, int]]:
         """`(peer, stage)` moves that leave no stage they touch as slow as `to` is; [] if none."""
@@ -144,12 +143,13 @@ class Sketch:
         if best <= self.settled[to] * (1 + _EPSILON) or best <= 0:
             return None
         equal = np.flatnonzero(score >= best * (1 - _EPSILON))
-        # Of equally good ones: who is missed least now, leaves most behind, is there first.
+        # Of equally good ones: who leaves most behind, in the order of the stages. Joiners take
+        # that order too, so what is under way gathers in few stages, where several gaps cost no
+        # more than one; spread over all of them, each is one more place where a death hurts.
         at = self.stage[equal]
-        missed = np.minimum(self.present[at] - self.own[equal], self.present.min())
         left = self.settled[at] - self.own[equal]
         fetch_s = self.bytes[to] / self.link[equal]
-        return int(equal[np.lexsort((-self.life[equal], fetch_s, -left, -missed))[0]])
+        return int(equal[np.lexsort((-self.life[equal], fetch_s, at, -left))[0]])
 
     def best_exchange(self, to: int) -> tuple[int, int] | None:
         """Who of another stage should change places with whom of `to`."""

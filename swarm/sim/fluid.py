@@ -142,13 +142,16 @@ def with_overhead(rate: float, step: Step, fill_s: float) -> float:
 
 
 def pipeline_fill_s(roster: Roster, step: Step) -> float:
-    """How long the first microbatch of a step is alone, less the time it would take in the flow:
-    every stage serves it once, by a replica of average speed, with two hops between stages."""
+    """What a step takes beyond its flow: the first microbatch passes every stage once, by replicas
+    of average speed, with two hops between stages; and the last ones do not come out even at the
+    slowest stage, half a microbatch of an average replica."""
     stages = [s for s in range(len(roster.needs)) if roster.present[s] > 0]
     if len(stages) < len(roster.needs):
         return 0.0
     alone = sum(roster.serving[s] / roster.present[s] for s in stages)
-    return alone + 2 * step.hop_s * (len(stages) - 1) - 1 / roster.throughput
+    slowest = min(stages, key=roster.present.__getitem__)
+    uneven = roster.serving[slowest] / roster.present[slowest] / 2
+    return alone + uneven + 2 * step.hop_s * (len(stages) - 1) - 1 / roster.throughput
 
 
 def _delay(

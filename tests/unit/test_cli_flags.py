@@ -30,6 +30,7 @@ FLAGS = {
     "report": "RUN_DIR --debug --out",
     "export": "RUN_DIR OUT --debug",
     "generate": "DIR TEXT --debug --seed --temperature --tokens",
+    "simulate": "SCENARIO.toml --debug --out --seeds",
     "eval": "DIR --debug --json --microbatches --run",
 }
 PEER_FLAGS = (

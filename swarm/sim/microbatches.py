@@ -1,0 +1,310 @@
+"""The fine resolution: every microbatch, forward and backward, through the devices (simpy).
+
+Routes come from `swarm.routing.Router`, as a leader draws them, fed with the service times it would
+measure; membership and moves are those of the fluid resolution. A device takes one task at a time,
+backward before forward; the leader keeps at most `slots` microbatches per replica of the narrowest
+stage under way, as the real one does. A replica that dies takes with it what it has counted in the
+step: the others of its stage compute that again, forward and backward, and nobody else does (the
+rest answer from what they keep). Who leaves with a notice, or moves, hands over what it counted.
+For some hundred peers; `fluid` is for more.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import Counter
+from collections.abc import Generator, Sequence
+from itertools import count
+from typing import Any
+
+import simpy
+
+from swarm.placement import StageNeed
+from swarm.routing import Router
+from swarm.sim.churn import Life
+from swarm.sim.fluid import Step, pipeline_fill_s, with_overhead
+from swarm.sim.outcome import EXACT_PEERS, Outcome, Reach
+from swarm.sim.policies import Policy
+from swarm.sim.roster import Roster
+
+FORWARD_SHARE = 1 / 3  # of a microbatch's compute; the backward takes the rest
+_BACKWARD, _FORWARD = 0, 1
+Waiting = Generator[simpy.Event, Any, Any]
+
+
+class Device:
+    """One task at a time, backward first. `run` gives an event: True when done, False if it died.
+
+    `speed` in cost units per second; None once it has died.
+    """
+
+    def __init__(self, env: simpy.Environment, speed: float) -> None:
+        self.env, self.alive, self.speed = env, True, speed
+        self._queue: list[tuple[int, int, float, simpy.Event]] = []
+        self._order = count()
+        self._current: simpy.Event | None = None
+
+    def run(self, kind: int, cost: float) -> simpy.Event:
+        event = self.env.event()
+        if not self.alive:
+            event.succeed(False)
+            return event
+        heapq.heappush(self._queue, (kind, next(self._order), cost / self.speed, event))
+        if self._current is None:
+            self._next()
+        return event
+
+    def die(self) -> None:
+        self.alive = False
+        pending = [event for _, _, _, event in self._queue]
+        if self._current is not None:
+            pending.append(self._current)
+        self._queue, self._current = [], None
+        for event in pending:
+            event.succeed(False)
+
+    def _next(self) -> None:
+        if not self._queue:
+            self._current = None
+            return
+        _, _, seconds, event = heapq.heappop(self._queue)
+        self._current = event
+        timer = self.env.timeout(seconds)
+        timer.callbacks.append(lambda _: self._done(event))
+
+    def _done(self, event: simpy.Event) -> None:
+        if event is self._current:
+            self._next()
+            event.succeed(True)
+
+
+class _Swarm:
+    """One run."""
+
+    def __init__(
+        self,
+        needs: tuple[StageNeed, ...],
+        policy: Policy,
+        *,
+        seconds: float,
+        seed: int,
+        step: Step,
+        lifetime_s: float,
+    ) -> None:
+        self.env = simpy.Environment()
+        self.needs, self.policy, self.step = needs, policy, step
+        self.router = Router(seed)
+        self.roster = Roster(needs, lifetime_s)
+        self.outcome = Outcome(policy.name, seed, seconds)
+        costs = [need.cost for need in needs]
+        self.alive, self.able = Reach(costs), Reach(costs)
+        self.least_bytes = min(need.download_bytes for need in needs)
+        self.devices: dict[str, Device] = {}
+        self.counted: dict[str, Counter[int]] = {}  # per replica: stage -> of this step
+        self.under_way = 0
+        self.slots = step.slots or len(needs) + 2
+        self.left = 0  # of this step, replays included
+        self.news = self.env.event()
+        self.last_s = 0.0
+
+    # ---- membership ---------------------------------------------------------------------------
+
+    def live(self, life: Life) -> Waiting:
+        env, roster = self.env, self.roster
+        if life.joins_s > 0:
+            yield env.timeout(life.joins_s)
+        self._account()
+        first = life.joins_s <= 0
+        self.outcome.joins += 1
+        self.alive.add(life.speed)
+        env.process(self._becomes_able(life, 0.0 if first else self.least_bytes))
+        joiner = roster.newcomer(life)
+        stage = self.policy.stage_of(roster, joiner)
+        self.devices[life.peer] = Device(env, life.speed)
+        self.counted[life.peer] = Counter()
+        if stage is None:
+            roster.homeless += 1
+        else:
+            arrives_s = roster.enter(joiner, stage, env.now, at_once=first)
+            if arrives_s > env.now:
+                env.process(self._arrive(life.peer, arrives_s))
+            else:
+                self._serve(life.peer, stage)
+        if math.isinf(life.leaves_s):
+            return
+        notice_s = max(0.0, life.leaves_s - life.notice_s - env.now)
+        if life.notice_s > 0:
+            yield env.timeout(notice_s)
+            self._account()
+            roster.give_notice(life.peer, life.leaves_s)
+        yield env.timeout(max(0.0, life.leaves_s - env.now))
+        self._leave(life)
+
+    def _becomes_able(self, life: Life, download_bytes: float) -> Waiting:
+        after_s = download_bytes / life.link_bytes_per_s
+        if self.env.now + after_s >= life.leaves_s:
+            return
+        yield self.env.timeout(after_s)
+        self._account()
+        self.able.add(life.speed)
+        if math.isfinite(life.leaves_s):
+            yield self.env.timeout(max(0.0, life.leaves_s - self.env.now))
+            self._account()
+            self.able.remove(life.speed)
+
+    def _leave(self, life: Life) -> None:
+        self._account()
+        self.outcome.leaves += 1
+        self.alive.remove(life.speed)
+        self.roster.remove(life.peer)
+        self.router.remove(life.peer)
+        lost = self.counted.pop(life.peer)
+        self.devices.pop(life.peer).die()
+        if not life.notice_s:
+            for stage, number in lost.items():
+                for _ in range(number):
+                    self.outcome.redone += 1
+                    self.left += 1
+                    self.env.process(self._replay(stage))
+        self._tell()
+
+    def _arrive(self, name: str, arrives_s: float) -> Waiting:
+        yield self.env.timeout(max(0.0, arrives_s - self.env.now))
+        self._account()
+        if self.roster.arrive(name, self.env.now):
+            self._serve(name, self.roster.peers[name].stages[0])
+
+    def _serve(self, name: str, stage: int) -> None:
+        peer = self.roster.peers[name]
+        self.router.add(name, stage, 1.0 / self.roster.rate(peer, stage))
+        self._tell()
+
+    def tick(self) -> Waiting:
+        assert self.policy.every_s is not None
+        while True:
+            yield self.env.timeout(self.policy.every_s)
+            self._account()
+            for move in self.policy.moves(self.roster, self.env.now):
+                self.outcome.moves += 1
+                arrives_s = self.roster.begin(move, self.env.now)
+                if arrives_s <= self.env.now:
+                    self._serve(move.peer, move.to_stage)
+                    continue
+                if not move.keeps_serving:
+                    self.router.remove(move.peer)
+                self.env.process(self._arrive(move.peer, arrives_s))
+
+    # ---- work ---------------------------------------------------------------------------------
+
+    def lead(self) -> Waiting:
+        """Step after step."""
+        while True:
+            self.left = self.step.microbatches
+            for each in self.counted.values():
+                each.clear()
+            issued = 0
+            while self.left:
+                limit = self.slots * min(
+                    len(self.router.replicas(stage)) for stage in range(len(self.needs))
+                )
+                while issued < self.step.microbatches and self.under_way < limit:
+                    route = self.router.route(range(len(self.needs)), now=self.env.now)
+                    if route is None:
+                        break
+                    issued += 1
+                    self.under_way += 1
+                    self.env.process(self._microbatch([each.replica for each in route]))
+                self.news = self.env.event()
+                yield self.news
+            if self.step.averaging_s:
+                yield self.env.timeout(self.step.averaging_s)
+
+    def _tell(self) -> None:
+        if not self.news.triggered:
+            self.news.succeed()
+
+    def _microbatch(self, route: list[str]) -> Waiting:
+        stages = range(len(self.needs))
+        for stage in stages:
+            if stage and self.step.hop_s:
+                yield self.env.timeout(self.step.hop_s)
+            yield from self._task(route, stage, _FORWARD)
+        for stage in reversed(stages):
+            yield from self._task(route, stage, _BACKWARD)
+            if stage and self.step.hop_s:
+                yield self.env.timeout(self.step.hop_s)
+        self.under_way -= 1
+        self.outcome.did(self.env.now, self.env.now, 1)
+        self.left -= 1
+        self._tell()
+
+    def _replay(self, stage: int) -> Waiting:
+        """What a dead replica had counted is computed by another of its stage."""
+        route = [""] * len(self.needs)
+        yield from self._task(route, stage, _FORWARD)
+        yield from self._task(route, stage, _BACKWARD)
+        self.left -= 1
+        self._tell()
+
+    def _task(self, route: list[str], stage: int, kind: int) -> Waiting:
+        """One forward or backward, by another replica if the one of the route has died."""
+        cost = self.needs[stage].cost
+        while True:
+            device = self.devices.get(route[stage])
+            if device is not None:
+                share = FORWARD_SHARE if kind == _FORWARD else 1 - FORWARD_SHARE
+                if (yield device.run(kind, share * cost)):
+                    break
+                continue
+            choice = self.router.choose(stage, now=self.env.now)
+            if choice is None:
+                yield self.env.timeout(0.1)  # as a leader that asks again
+                continue
+            route[stage] = choice.replica
+            if kind == _BACKWARD:  # the new one has no forward of it
+                again = self.devices[choice.replica].run(_FORWARD, FORWARD_SHARE * cost)
+                if not (yield again):
+                    continue
+        if kind == _BACKWARD:
+            name = route[stage]
+            self.counted[name][stage] += 1
+            self.router.observe(name, cost / device.speed)
+
+    def _account(self) -> None:
+        """Book the time since the last change."""
+        now = self.env.now
+        if now > self.last_s:
+            fill_s = pipeline_fill_s(self.roster, self.step)
+            rate, best, reachable = (
+                with_overhead(each, self.step, fill_s)
+                for each in (self.roster.throughput, self.alive.value, self.able.value)
+            )
+            self.outcome.pass_time(self.last_s, now, rate, best, reachable, len(self.roster.peers))
+            self.last_s = now
+
+
+def simulate(
+    needs: tuple[StageNeed, ...],
+    lives: Sequence[Life],
+    policy: Policy,
+    *,
+    seconds: float,
+    seed: int = 0,
+    step: Step = Step(64),  # noqa: B008 (immutable)
+    lifetime_s: float = math.inf,
+) -> Outcome:
+    """One run of `seconds`, microbatch by microbatch. As `fluid.simulate`, but for steps of at
+    least one microbatch. Raises ValueError for more than 500 lives."""
+    if len(lives) > EXACT_PEERS or step.microbatches < 1:
+        raise ValueError(f"for at most {EXACT_PEERS} peers and steps of at least one microbatch")
+    swarm = _Swarm(needs, policy, seconds=seconds, seed=seed, step=step, lifetime_s=lifetime_s)
+    for life in lives:
+        swarm.env.process(swarm.live(life))
+    swarm.env.process(swarm.lead())
+    if policy.every_s is not None:
+        swarm.env.process(swarm.tick())
+    swarm.env.run(until=seconds)
+    swarm._account()
+    swarm.outcome.finish(seconds)
+    return swarm.outcome

@@ -1,0 +1,200 @@
+"""The simulator: its two resolutions agree, its churn is what it says, its figures add up."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+
+from peer.simulate import simulate
+from swarm.errors import ConfigError
+from swarm.placement import StageNeed
+from swarm.sim import fluid, microbatches
+from swarm.sim.churn import Life, diurnal, exponential, preemptible, read_trace
+from swarm.sim.fluid import Step
+from swarm.sim.outcome import Reach
+from swarm.sim.policies import Nothing, PaperRule, Planner, Policy
+from swarm.sim.scenario import read_scenario
+
+STEP = Step(microbatches=512, averaging_s=2.0, hop_s=0.01, slots=24)
+
+
+def needs(stages: int, download_bytes: int = 0) -> tuple[StageNeed, ...]:
+    return tuple(StageNeed(download_bytes=download_bytes) for _ in range(stages))
+
+
+def constant(*speeds: float) -> list[Life]:
+    return [Life(f"p{at:03}", 0.0, speed=speed) for at, speed in enumerate(speeds)]
+
+
+def churning(notice_s: float) -> list[Life]:
+    stays = exponential(random.Random(3), 5400.0, count=16, lifetime_s=1200.0, away_s=200.0)
+    return [
+        Life(f"p{at:03}", since, until, notice_s, link_bytes_per_s=1.0)
+        for at, (since, until) in enumerate(sorted(stays))
+    ]
+
+
+COMMON = {
+    "equal": (needs(3), constant(*[1.0] * 12), Nothing(), 900.0),
+    "one to spare": (needs(3), constant(*[1.0] * 13), Nothing(), 900.0),
+    "speeds differ": (needs(3), constant(*[0.6, 1.0, 1.6] * 4), Nothing(), 900.0),
+    "planner moves": (needs(3, 60), churning(60.0), Planner(30.0), 1800.0),
+    "deaths without notice": (needs(3, 60), churning(0.0), Planner(30.0), 1800.0),
+    "the paper's rule": (needs(3, 60), churning(60.0), PaperRule(60.0), 1800.0),
+}
+
+
+@pytest.mark.parametrize("name", COMMON)
+def test_both_resolutions_agree_within_three_percent(name: str) -> None:
+    stages, lives, policy, seconds = COMMON[name]
+    coarse = fluid.simulate(stages, lives, policy, seconds=seconds, step=STEP)
+    again = type(policy)(policy.every_s) if policy.every_s else Nothing()
+    fine = microbatches.simulate(stages, lives, again, seconds=seconds, step=STEP)
+    assert fine.work == pytest.approx(coarse.work, rel=0.03)
+    assert (fine.joins, fine.leaves) == (coarse.joins, coarse.leaves)
+    assert fine.optimum_work == pytest.approx(coarse.optimum_work, rel=0.01)
+
+
+def test_what_a_dead_replica_counted_is_computed_again() -> None:
+    lives = [Life("a", 0.0, 100.5), Life("b", 0.0), Life("c", 0.0)]
+    done = microbatches.simulate(
+        needs(1), lives, Nothing(), seconds=200.0, step=Step(1000, slots=8)
+    )
+    assert done.redone == 100  # it did one a second
+    assert done.work == pytest.approx(3 * 100 + 2 * 100 - 100, abs=3)
+
+
+POLICIES: list[Policy] = [Nothing(), PaperRule(60.0), Planner(30.0)]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda each: each.name)
+def test_no_policy_is_better_than_the_bound_nor_that_than_the_optimum(policy: Policy) -> None:
+    stays = exponential(random.Random(1), 7200.0, count=60, lifetime_s=3000.0, away_s=300.0)
+    lives = [Life(f"p{at}", *stay, link_bytes_per_s=1.0) for at, stay in enumerate(sorted(stays))]
+    outcome = fluid.simulate(needs(4, 100), lives, policy, seconds=7200.0, lifetime_s=3000.0)
+    assert 0 < outcome.work <= outcome.reachable_work <= outcome.optimum_work
+    assert sum(outcome.done) / len(outcome.done) == pytest.approx(outcome.work / 7200.0)
+    assert outcome.joins == len(stays)
+
+
+def test_the_optimum_follows_the_peers() -> None:
+    reach = Reach([1.0] * 4)
+    for _ in range(7):
+        reach.add(1.0)
+    assert reach.value == 1.0
+    reach.add(1.0)
+    assert reach.value == 2.0
+    reach.remove(1.0)
+    assert reach.value == 1.0
+    for _ in range(7):
+        reach.remove(1.0)
+    assert reach.value == 0.0
+
+
+def test_stays_are_as_long_and_as_many_as_they_should_be() -> None:
+    stays = exponential(random.Random(0), 1e6, count=50, lifetime_s=5000.0, away_s=5000.0)
+    inside = [end - start for start, end in stays if end < 1e6]
+    assert sum(inside) / len(inside) == pytest.approx(5000.0, rel=0.05)
+    present = sum(min(end, 1e6) - start for start, end in stays)
+    assert present / 1e6 == pytest.approx(25.0, rel=0.05)
+    home = diurnal(random.Random(0), 5 * 86400.0, count=100)
+    hours = [sum(a < (day + h / 24) * 86400 < b for a, b in home for day in range(5))
+             for h in (8, 20)]  # fmt: skip
+    assert hours[1] > 5 * hours[0]
+
+
+def test_preemptible_machines_go_in_bursts_and_come_back_one_by_one() -> None:
+    stays = preemptible(
+        random.Random(0), 32 * 3600.0, count=400, lifetime_s=12 * 3600.0,
+        burst_every_s=6 * 3600.0, burst_share=0.25, open_s=2 * 3600.0, gap_s=8 * 3600.0,
+        grants_per_s=1 / 60,
+    )  # fmt: skip
+    ends: dict[float, int] = {}
+    for start, end in stays:
+        assert start < end
+        ends[end] = ends.get(end, 0) + 1
+    del ends[math.inf]
+    assert max(ends.values()) > 20
+    later = [start for start, _ in stays if start > 0]
+    assert len(set(later)) == len(later)
+    for at in range(0, 32 * 3600, 600):
+        assert sum(start <= at < end for start, end in stays) <= 400
+
+
+def test_a_trace_file_is_read_and_its_mistakes_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("peer,joins_s,leaves_s,speed,down_mbps\na,0,,2.0,8\nb,5,10,,\n")
+    assert read_trace(path) == [
+        Life("a@0", 0.0, speed=2.0, link_bytes_per_s=1e6),
+        Life("b@5", 5.0, 10.0),
+    ]
+    path.write_text("peer,joins_s,leaves_s\na,0,5\na,7,6\n")
+    with pytest.raises(ConfigError, match=r"line 3: leaves_s is not after joins_s"):
+        read_trace(path)
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_trace(tmp_path / "none.csv")
+
+
+SMALL = """
+name = "small"
+hours = 0.5
+seeds = 2
+[stages]
+count = 2
+download_mib = 10.0
+[[peers]]
+count = 12
+speed = [0.5, 2.0]
+memory_gib = 16.0
+churn = { kind = "exponential", lifetime_h = 0.3, away_h = 0.05 }
+[[policies]]
+kind = "none"
+joiners = "random"
+[[policies]]
+kind = "planner"
+"""
+
+
+def test_the_command_writes_what_it_says(tmp_path: Path) -> None:
+    file, out = tmp_path / "small.toml", tmp_path / "out"
+    file.write_text(SMALL)
+    said: list[str] = []
+    simulate(file, out, say=said.append)
+    summary = json.loads((out / "summary.json").read_text())
+    assert list(summary["policies"]) == ["none", "planner"]
+    planner = summary["policies"]["planner"]
+    assert len(planner["relative"]["seeds"]) == 2
+    assert planner["relative"]["mean"] > summary["policies"]["none"]["relative"]["mean"]
+    assert (out / "throughput.csv").read_text().startswith("until_s,optimum,none,planner\n")
+    assert (out / "throughput.png").read_bytes().startswith(b"\x89PNG")
+    assert "planner" in said[0]
+    first = (out / "summary.json").read_bytes()
+    simulate(file, out, say=said.append)
+    assert (out / "summary.json").read_bytes() == first  # the seed decides everything
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("count = 2", "count = 2\ncolour = 1", "stages.colour"),
+        ("count = 2", "count = 2\ncost = [1.0]", "cost lists 1 stages but count is 2"),
+        ('kind = "planner"', 'kind = "magic"', "'none', 'paper' or 'planner'"),
+        ("seeds = 2", 'resolution = "microbatch"', "needs step.microbatches"),
+    ],
+    ids=["unknown", "costs", "policy", "step"],
+)
+def test_mistakes_in_a_scenario_are_named(tmp_path: Path, old: str, new: str, message: str) -> None:
+    file = tmp_path / "small.toml"
+    file.write_text(SMALL.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=message):
+        read_scenario(file)
+
+
+def test_the_frozen_scenario_is_read() -> None:
+    path = Path(__file__).parents[2] / "examples/scenarios/preemptible.toml"
+    scenario = read_scenario(path)
+    assert len({life.peer for life in scenario.lives(0, path.parent)}) > 400
