@@ -87,12 +87,12 @@ def init(
 
         if path.exists():
             raise StorageError(f"{path} exists already", "name another file, or remove it first")
-        try:
-            path.write_text(default_toml())
-        except FileNotFoundError:
+        if not path.parent.is_dir():
             raise StorageError(
                 f"there is no directory {path.parent}", f"make it first: mkdir -p {path.parent}"
-            ) from None
+            )
+        try:
+            path.write_text(default_toml())
         except OSError as error:
             raise StorageError(
                 f"cannot write {path}: {(error.strerror or str(error)).lower()}",

@@ -231,7 +231,10 @@ class LeaderProcess:
                     f"{self.run_dir} holds another run", "choose another directory with --dir"
                 )
         except OSError as error:
-            raise StorageError(f"cannot use {self.run_dir}: {error.strerror}") from None
+            raise StorageError(
+                f"cannot use {self.run_dir}: {error.strerror}",
+                "choose another directory with --dir",
+            ) from None
         write_durably(path, data)
 
     # ---- leading --------------------------------------------------------------------------------

@@ -154,6 +154,11 @@ def hash_directory(directory: Path, *, with_tokenizer: bool = False) -> str:
     """One sha256 over what training reads of a Hugging Face directory: config and weights, and
     the tokenizer if wanted."""
     digest = hashlib.sha256()
+    if not directory.is_dir():
+        raise DataError(
+            f"there is no directory {directory}",
+            "give one written by save_pretrained; nothing is downloaded",
+        )
     try:
         paths = [directory / "config.json", *sorted(directory.glob("*.safetensors"))]
         if len(paths) == 1:

@@ -168,7 +168,7 @@ def test_several_errors_are_counted_and_the_unknown_key_comes_first() -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no file .*swarm init"):
         load_config(tmp_path / "none.toml")
-    with pytest.raises(ConfigError, match="cannot read"):
+    with pytest.raises(ConfigError, match="is a directory - name the run.toml in it"):
         load_config(tmp_path)
     (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"')
     with pytest.raises(ConfigError, match="not UTF-8"):
@@ -297,6 +297,8 @@ def test_random_bytes_never_escape_as_another_error(data: bytes) -> None:
 def test_the_pretrained_directory_is_stamped_and_checked(tmp_path: Path) -> None:
     text = f'[model]\npretrained = "{tmp_path}"\nstages = 2\n[schedule]\nsteps = 1\n'
     config = parse_toml(text)
+    with pytest.raises(DataError, match="there is no directory"):
+        with_pretrained_hash(parse_toml(text.replace(str(tmp_path), f"{tmp_path}/nowhere")))
     with pytest.raises(DataError, match="no safetensors"):
         with_pretrained_hash(config)
     (tmp_path / "model.safetensors").write_bytes(b"weights")
