@@ -168,7 +168,7 @@ def test_several_errors_are_counted_and_the_unknown_key_comes_first() -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no file .*swarm init"):
         load_config(tmp_path / "none.toml")
-    with pytest.raises(ConfigError, match="is a directory - name the run.toml in it"):
+    with pytest.raises(ConfigError, match="is a directory - name the run"):
         load_config(tmp_path)
     (tmp_path / "latin.toml").write_bytes(b'name = "\xe9"')
     with pytest.raises(ConfigError, match="not UTF-8"):
