@@ -46,9 +46,10 @@ test: test-simulated test-process
 test-simulated: .venv/.stamp-test
 	@$(BIN)/python -m pytest -n 2 $(wildcard $(SIMULATED))
 
-# Real processes, real kills, real clocks: one after the other. tests/gpu skips itself without one.
+# Real processes, real kills, real clocks: one after the other. tests/browser needs a Chromium on
+# PATH and tests/gpu a GPU; each says so and skips itself without one.
 test-process: .venv/.stamp-test
-	@$(BIN)/python -m pytest $(wildcard tests/process tests/gpu)
+	@$(BIN)/python -m pytest $(wildcard tests/process tests/browser tests/gpu)
 
 lint: .venv/.stamp-test
 	@$(BIN)/ruff check --quiet .

@@ -73,7 +73,7 @@ class Board:
                 store.add(event["t"], {"validation_loss": event["loss"]})
         for event in store.add_events(each for each in events if each["event"] not in NEWS):
             self._remember(event)
-        traffic = [sum(each) for each in zip(*self._traffic, strict=True)] or [0.0, 0.0]
+        traffic = [sum(each) for each in zip(*self._traffic, strict=True)] or [None, None]
         serving = sum(row.standing == "serving" for row in seen.replicas)
         store.add(
             now,
@@ -159,18 +159,19 @@ class Board:
     def _traffic_of(self, seen: Observation, now: float) -> None:
         before, self._totals = self._totals, (seen.life, now, seen.boundaries)
         if before is None or before[0] != seen.life or len(before[2]) != len(seen.boundaries):
-            self._traffic = [(0.0, 0.0)] * len(seen.boundaries)
+            self._traffic = []  # not known before the second look
             return
         # Totals arrive with commits, so a rate is over the last seconds, not since the last look.
         seconds = max(now - before[1], 1e-3)
+        new = [
+            (max(raw - raw_0, 0) / seconds, max(wire - wire_0, 0) / seconds)
+            for (raw, wire), (raw_0, wire_0) in zip(seen.boundaries, before[2], strict=True)
+        ]
         keep = math.exp(-seconds / 10.0)
-        rates = []
-        for (raw, wire), (raw_0, wire_0), old in zip(
-            seen.boundaries, before[2], self._traffic, strict=True
-        ):
-            new = (max(raw - raw_0, 0) / seconds, max(wire - wire_0, 0) / seconds)
-            rates.append(tuple(keep * o + (1 - keep) * n for o, n in zip(old, new, strict=True)))
-        self._traffic = [(raw, wire) for raw, wire in rates]
+        self._traffic = [
+            (keep * old[0] + (1 - keep) * now_[0], keep * old[1] + (1 - keep) * now_[1])
+            for old, now_ in zip(self._traffic or new, new, strict=True)
+        ]
 
     def _utilisation(self) -> float | None:
         shares = [share[0] for share in self._shares.values()]

@@ -52,6 +52,7 @@ class Broadcast:
         self._whole = ""
         self._viewers: dict[int, asyncio.Queue[ServerSentEvent | None]] = {}
         self._next = 0
+        self._closed = False
 
     @property
     def num_viewers(self) -> int:
@@ -85,8 +86,16 @@ class Broadcast:
                 queue.put_nowait(line)
         return True
 
+    def close(self) -> None:
+        """End every stream, so that a server can stop in order."""
+        self._closed = True
+        for queue in self._viewers.values():
+            while not queue.empty():
+                queue.get_nowait()
+            queue.put_nowait(None)
+
     async def watch(self) -> AsyncIterator[ServerSentEvent]:
-        """The whole picture, then every change."""
+        """The whole picture, then every change, until `close`."""
         queue: asyncio.Queue[ServerSentEvent | None] = asyncio.Queue(QUEUE)
         self._next += 1
         mine = self._next
@@ -95,6 +104,8 @@ class Broadcast:
             yield ServerSentEvent(raw_data=self.whole())
             while True:
                 line = await queue.get()
+                if self._closed:
+                    return
                 yield ServerSentEvent(raw_data=self.whole()) if line is None else line
         finally:
             del self._viewers[mine]

@@ -75,7 +75,7 @@ class Dashboard:
             on_url(url_of(listening))
             async with asyncio.TaskGroup() as group:
                 group.create_task(keep_publishing(board, broadcast))
-                group.create_task(serve_app(app, listening))
+                group.create_task(serve_app(app, listening, broadcast.close))
                 group.create_task(self._watch(identity, board, broadcast))
 
     async def _watch(self, identity: Identity, board: Board, broadcast: Broadcast) -> None:
@@ -161,8 +161,10 @@ def url_of(listening: socket.socket) -> str:
     return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
 
-async def serve_app(app: Any, listening: socket.socket) -> None:
-    """Serve until cancelled."""
+async def serve_app(
+    app: Any, listening: socket.socket, end_streams: Callable[[], None] = lambda: None
+) -> None:
+    """Serve until cancelled; then `end_streams` is called, or they would have to be cut."""
     server = _Server(
         uvicorn.Config(
             app,
@@ -180,6 +182,7 @@ async def serve_app(app: Any, listening: socket.socket) -> None:
     try:
         await asyncio.shield(serving)
     except asyncio.CancelledError:
+        end_streams()
         server.should_exit = True
         with contextlib.suppress(asyncio.CancelledError):
             await serving

@@ -232,6 +232,25 @@ def test_the_page_is_small(client: Client) -> None:
     assert sent.headers["content-encoding"] == "gzip"
 
 
+def test_traffic_is_a_rate_of_one_life_of_the_leader() -> None:
+    made = board()
+
+    def total(sent: int, now: float, **facts: Any) -> list[dict[str, Any]]:
+        boundary = {"boundary": 0, "raw_bytes": 2 * sent, "wire_bytes": sent}
+        tell(made, answer([], bytes={"boundaries": [boundary]}, **facts), now)
+        flows: list[dict[str, Any]] = made.snapshot(now)["flows"]
+        return flows
+
+    assert total(10**9, NOW) == [], "a total alone says nothing"
+    (flow,) = total(10**9 + 5000, NOW + 1)
+    assert (flow["wire_bps"], flow["raw_bps"]) == (5000.0, 10000.0)
+    (flow,) = total(10**9 + 5000, NOW + 11)
+    assert 0 < flow["wire_bps"] < 5000
+    assert total(7, NOW + 12, life="cd34") == []
+    (flow,) = total(7, NOW + 13, life="cd34")
+    assert flow["wire_bps"] == 0.0
+
+
 # ---- the stream -------------------------------------------------------------------------------
 
 

@@ -65,6 +65,7 @@ def test_a_malicious_record_changes_nothing_but_adds_a_note(peers: list[str]) ->
     shown = board()
     good = [row(peers[0], 0), row(peers[1], 1)]
     assert tell(shown, answer(good))
+    assert tell(shown, answer(good))  # traffic is known from the second look on
     before = shown.snapshot(NOW)
     bad = [
         {**good[0], "replica": f"{SCRIPT}#1"},
