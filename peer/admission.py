@@ -111,6 +111,7 @@ class Admission:
         # So many steps of another epoch say nothing: that state is given up.
         epoch = leader.record.epoch if leader.record else 0
         here = count(message.body.get("epoch", 0)) == epoch
+        member.confirmed = member.step if here else 0
         ready = here and member.step + member.following >= leader.next_step
         if ready and member.standing is Standing.JOINING:
             member.standing = Standing.READY
@@ -310,6 +311,7 @@ class Admission:
                 leader.doubt(error)
             return
         member.step, member.traffic = stands, traffic
+        member.confirmed = stands
         if member.step == record.step + 1:
             self._compare(member, record, answer)
             # One that asked after the next step began has a part in it, and goes at its commit.

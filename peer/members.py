@@ -70,6 +70,7 @@ class Member:
     addresses: tuple[str, ...]
     standing: Standing = Standing.JOINING
     step: int = 0  # the step its state belongs to, as far as is known
+    confirmed: int = 0  # the newest of which it has said so itself
     slots: int = 1
     device: str = ""
     counted: int = 0  # microbatches of committed steps

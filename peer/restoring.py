@@ -13,6 +13,7 @@ replica makes them itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 LOOK_S = 1.0
+HOLDERS = (Standing.SERVING, Standing.READY, Standing.EXPELLED)
 GRACE_S = 15.0  # for a holder that has only lost its connection
 START_GRACE_S = 45.0  # after a leader's start: replicas look for it at growing intervals
 
@@ -115,13 +117,22 @@ class Restoring:
             return
 
     async def until_held(self) -> None:
-        """Until somebody holds every stage's newest state: before the end of the run, where no step
-        would wait for it. Raises what ends the term, such as `GoBack`."""
+        """Until somebody of every stage has said that it holds the newest state: before the end of
+        the run, where no step would wait for it. Raises what ends the term, such as `GoBack`."""
         leader = self.leader
-        while any(self._is_lost(stage) for stage in range(leader.pipeline.num_stages)):
+        while not all(self._is_held(stage) for stage in range(leader.pipeline.num_stages)):
             if leader.fatal is not None:
                 raise leader.fatal
-            await asyncio.sleep(LOOK_S)
+            leader.wake.clear()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await leader.wake.wait()
+
+    def _is_held(self, stage: int) -> bool:
+        leader = self.leader
+        there = leader.members.of_stage(stage, *HOLDERS)
+        held = any(member.confirmed >= leader.next_step for member in there)
+        return held or self.serves(stage)
 
     def _look(self, now: float) -> int | None:
         """The first stage that has lacked its state for long and has a peer to give it to."""
@@ -141,8 +152,7 @@ class Restoring:
 
     def _is_lost(self, stage: int) -> bool:
         leader = self.leader
-        holders = (Standing.SERVING, Standing.READY, Standing.EXPELLED)
-        if leader.next_step == 0 or leader.members.of_stage(stage, *holders):
+        if leader.next_step == 0 or leader.members.of_stage(stage, *HOLDERS):
             return False
         return not self.serves(stage)
 

@@ -1,8 +1,8 @@
 """What can happen to a simulated swarm, as data, and how each of it is done.
 
 A `Fault` says when (the so-manyth time that somebody passes a point of the protocol, or at a moment
-of virtual time), to whom, and what. It strikes only where it is survivable by design: what takes
-the newest state of a stage with it needs a checkpoint, and is held back until another replica has
+of virtual time), to whom, and what. It strikes only where it is survivable by design: without
+checkpoints, what takes the newest state of a stage with it is held back until another replica has
 that state. So a fault may never fire; `Swarm.fired` holds those that did.
 """
 
@@ -27,7 +27,7 @@ class Fault:
     """`action` strikes `victim` (None: whoever passes) at the `count`-th time that `replica` (None:
     anybody) passes `point` (of `step`, if given), or at `at_s`. For `duration_s` where that has a
     meaning; `other` is the other side of what happens between two; the actions are those of
-    `ACTIONS` below."""
+    `ACTIONS` below. `other` None is a random one where two are needed, everybody where not."""
 
     point: str
     action: str
@@ -55,7 +55,8 @@ def can_strike(swarm: Swarm, fault: Fault, who: str) -> bool:
     if who not in swarm.members:
         return False
     if fault.action in ("kill", "leave") or (fault.action == "raise" and _kind(fault) is UPDATE):
-        return who not in swarm.leaving and swarm.can_lose(who)
+        survives = swarm.checkpoints is not None and fault.action != "leave"
+        return who not in swarm.leaving and (survives or swarm.can_lose(who))
     return True
 
 
@@ -101,6 +102,13 @@ def _kind(fault: Fault) -> Kind:
     return kinds.get(fault.point, Kind.FORWARD)
 
 
+def _others(swarm: Swarm, fault: Fault, who: str) -> list[str]:
+    """`other`, or everybody."""
+    if fault.other is not None:
+        return [swarm.name_of(fault.other)]
+    return [name for name in (*swarm.trainers, *swarm.members) if name != who]
+
+
 def _other(swarm: Swarm, fault: Fault, who: str) -> str | None:
     """Who stands at the other side of what happens between two."""
     if fault.other is not None:
@@ -140,9 +148,9 @@ def _deaf(swarm: Swarm, fault: Fault, who: str) -> None:
 
 
 def _lose(swarm: Swarm, fault: Fault, who: str) -> None:
-    """What it sends to `other` is lost, then their connection ends: orders are carried out whose
-    answers are lost, and given again over another connection."""
-    if (other := _other(swarm, fault, who)) is not None:
+    """What it sends to `other`, or to anybody, is lost, then the connection ends: orders are
+    carried out whose answers are lost, and given again over another connection."""
+    for other in _others(swarm, fault, who):
         swarm.network.lose(who, other)
         swarm.later(fault.duration_s or 0.5, swarm.network.stop_losing, who, other)
 
@@ -156,9 +164,9 @@ def _late(swarm: Swarm, fault: Fault, who: str) -> None:
 
 
 def _sever(swarm: Swarm, fault: Fault, who: str) -> None:
-    """Its connection with `other` ends; what it had sent arrives later, perhaps after what it sends
-    over the next one."""
-    if (other := _other(swarm, fault, who)) is not None:
+    """Its connection with `other`, or with everybody, ends; what it had sent arrives later, perhaps
+    after what it sends over the next one."""
+    for other in _others(swarm, fault, who):
         swarm.network.sever(who, other, fault.late_s)
 
 
@@ -169,8 +177,8 @@ def _reset(swarm: Swarm, fault: Fault, who: str) -> None:
 
 
 def _corrupt(swarm: Swarm, fault: Fault, who: str) -> None:
-    """One bit of what it sends to `other` next is wrong."""
-    if (other := _other(swarm, fault, who)) is not None:
+    """One bit of what it sends next to `other`, or to each, is wrong."""
+    for other in _others(swarm, fault, who):
         swarm.network.spoil(who, other)
 
 

@@ -49,6 +49,7 @@ class Scenario:
     slow: tuple[tuple[str, float], ...] = ()
     leases: tuple[float, ...] = ()
     poisoned: tuple[Place, ...] = ()
+    checkpoints: int = 0  # one every so many steps; 0: none
     faults: tuple[Fault, ...] = ()
 
     @property
@@ -72,6 +73,7 @@ class Scenario:
             kept_bytes=self.kept_bytes,
             speed=dict(self.slow),
             latency_s=self.latency_s,
+            checkpoint_every=self.checkpoints,
             batches=TinyBatches(poisoned=self.poisoned),
             trainer_ids=self.trainer_ids,
             leases=dict(zip(self.trainer_ids, self.leases, strict=False)),
@@ -141,14 +143,16 @@ def _weights(text: str) -> dict[str, int]:
 def draw(seed: int, number: int = 0) -> Scenario:
     """The scenario of a seed. `number` > 0: another one, for a seed whose faults did not fire."""
     r = random.Random(f"{seed}/{number}")
-    several = r.random() < 0.5
-    replicas = tuple(r.choice((1, 2, 2, 2, 3, 4)) for _ in range(r.choice((1, 2, 2, 3, 3, 4, 5))))
+    several, saved = r.random() < 0.5, r.random() < 0.12
+    counts = (1, 1, 2) if saved else (1, 2, 2, 2, 3, 4)
+    replicas = tuple(r.choice(counts) for _ in range(r.choice((1, 2, 2, 3, 3, 4, 5))))
     scenario = Scenario(
         seed=seed,
         replicas=replicas,
         trainers=3 if several else 1,
         microbatches=r.choice((2, 4, 6)),
-        steps=r.choice((2, 3, 3)),
+        steps=r.choice((2, 3, 3)) + (r.choice((1, 2)) if saved else 0),
+        checkpoints=r.choice((1, 2)) if saved else 0,
         slots=r.choice((None, None, 1, 2)),
         kept_bytes=r.choice((1 << 30, 1 << 30, 1 << 30, 400)),
         latency_s=r.choice((0.0005, 0.002, 0.02)),
@@ -196,10 +200,12 @@ def _fault(
             more["side"] = (LEADER, *some)
     if action == "raise":
         points = ("forward", "backward", "forward", "backward", "average", "commit")
+    elif action in ("lose", "corrupt", "sever") and r.random() < 0.7:
+        points = ("counted", "prepared", "committed", "average", "forward", "record", "issue")
     if action in ("late", "sever"):
         more["late_s"] = r.choice((0.05, 0.3, 1.5))
     if action in ("kill", "leave"):
-        more["duration_s"] = r.choice((0.0, 0.5, 1.0, 6.0))
+        more["duration_s"] = r.choice((0.5 if scenario.checkpoints else 0.0, 0.5, 1.0, 6.0))
     elif action == "lose":
         more["duration_s"] = r.choice((0.05, 0.3, 1.0, 3.0))
     else:

@@ -19,7 +19,16 @@ from tests.protocol.scenario import NothingHappenedError, Scenario
 
 Failure = str
 Fails = Callable[[Scenario], Failure | None]
-MADE_PLAIN = ("poisoned", "slow", "kept_bytes", "slots", "seconds", "latency_s", "leases")
+MADE_PLAIN = (
+    "poisoned",
+    "slow",
+    "kept_bytes",
+    "slots",
+    "seconds",
+    "latency_s",
+    "leases",
+    "checkpoints",
+)
 
 
 def failure_of(error: BaseException) -> Failure:

@@ -34,6 +34,7 @@ from swarm.placement import MovePolicy
 from swarm.sim.virtual_time import VirtualTimeLoop, process_context, run
 from swarm.terms import Record
 from swarm.wire.boundaries import LOSSLESS, BoundaryCodecs
+from tests.protocol.checkpoints import Checkpoints
 from tests.protocol.faults import LEADER, Fault, Faults
 from tests.protocol.tiny import (
     OPTIMIZER,
@@ -45,6 +46,14 @@ from tests.protocol.tiny import (
 )
 
 RUN_ID = "0123456789abcdef" * 2
+# What the protocol did because of faults, by the point that says so.
+TOLD = {
+    "expelled": "expelled",
+    "round_failed": "averaging repeated",
+    "failed": "microbatch failed",
+    "epoch": "epoch opened",
+    "bad_chunk": "bad chunk",
+}
 
 
 class FaultyCompute(InlineCompute):
@@ -101,12 +110,15 @@ class Swarm:
     trainer_ids: Sequence[str] = (LEADER,)
     leases: Mapping[str, float] = field(default_factory=dict)
     moves: MovePolicy | None = None
+    checkpoint_every: int = 0  # steps; 0: none, and nobody goes back
 
     def __post_init__(self) -> None:
         self.context = contextvars.copy_context()  # of no process
         self.network = MemoryNetwork(self.seed, self.latency_s)
         self.random = random.Random(self.seed)
         self.pipeline = shared_pipeline(self.num_stages, self.cut)
+        every = self.checkpoint_every
+        self.checkpoints = Checkpoints(every, self.num_stages) if every else None
         self.disks = {name: FullDisk() for name in self.trainer_ids}
         self.trainers: dict[str, Trainer[None]] = {}
         self.members: dict[str, Member] = {}
@@ -126,6 +138,7 @@ class Swarm:
         self.committed: list[int] = []  # steps whose ledgers `check_record` has seen
         self.records: dict[tuple[int, int], str] = {}  # hash by place, whoever has it
         self.terms: dict[tuple[int, int], str] = {}  # who led in them
+        self.told: Counter[str] = Counter()  # of TOLD
         self._sent: Counter[tuple[str, int, int, int]] = Counter()  # calls from hop to hop
         self.early_takeovers = 0  # terms that were won while the leader before was well
 
@@ -312,7 +325,7 @@ class Swarm:
                 if self.can_lose(name):
                     break
                 await asyncio.sleep(0.5)
-            if not self.can_lose(name, to=self.stays_for_now):
+            if not self.checkpoints and not self.can_lose(name, to=self.stays_for_now):
                 self.fail(AssertionError(f"{name} was told to go, with its stage's state"))
             self.leaving.pop(name, None)
             if self.members.get(name) is member:
@@ -339,15 +352,23 @@ class Swarm:
         if point == "record":
             self.check_record(who, facts["step"])
         elif point == "committed":
-            orders = self.members[who].orders if who in self.members else None
-            self.note_record(orders.record if orders else None)
+            if (member := self.members.get(who)) is not None:
+                self._applied(member)
+        elif point in TOLD:
+            self.told[TOLD[point]] += 1
         elif point == "sent":
             self._sent[who, self.lives[who], facts["step"], facts["index"]] += 1
+
+    def _applied(self, member: Member) -> None:
+        self.note_record(member.orders.record if member.orders else None)
+        complete = self.checkpoints.note(member) if self.checkpoints else None
+        if complete is not None and self.leader is not None:
+            self.leader.saved_step = complete
 
     @property
     def effects(self) -> Counter[str]:
         """What the faults did, beyond that they were injected."""
-        told = Counter(self.network.effects)
+        told = Counter(self.network.effects) + self.told
         told["repeated"] = sum(count - 1 for count in self._sent.values())
         told["early takeover"] = self.early_takeovers
         told["takeover"] = max(len(self.terms) - 1, 0)
@@ -439,8 +460,8 @@ class Swarm:
         self.note_record(leader.record)
 
     def saved_of(self, name: str) -> Saved | None:
-        """The checkpoints a trainer has: none here, so nobody goes back."""
-        return None
+        """The checkpoints a trainer has."""
+        return self.checkpoints
 
     def fail(self, error: BaseException | None) -> None:
         if error is not None and not self.done.done():

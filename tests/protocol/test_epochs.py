@@ -9,42 +9,16 @@ from typing import Any
 
 import pytest
 
-from peer.inquiries import snapshot_mark
 from peer.leader import Leader
-from peer.restoring import Origin, Saved
+from peer.restoring import Saved
 from peer.snapshots import Snapshot
-from swarm.errors import DataError
-from swarm.terms import Record
+from tests.protocol.checkpoints import MemorySaved, snapshot_of
 from tests.protocol.faults import LEADER, Fault
 from tests.protocol.scenario import LIMIT_S, TRAINERS
 from tests.protocol.simulated import Swarm, baseline, plan
 
 STEPS = 6
 ALONE = ("t0",)
-
-
-class MemorySaved:
-    """Checkpoints that outlive every process. `broken`: steps that cannot be read."""
-
-    def __init__(self) -> None:
-        self.states: dict[int, list[Snapshot]] = {}
-        self.broken: set[int] = set()
-
-    def keep(self, step: int, states: list[Snapshot]) -> None:
-        self.states[step] = states
-
-    async def newest(self, record: Record | None) -> Origin:
-        limit = record.step + 1 if record else 0
-        for step in sorted(self.states, reverse=True):
-            if step <= limit and step not in self.broken:
-                marks = {k: each.fingerprint for k, each in enumerate(self.states[step])}
-                return Origin(step, f"manifest {step}", marks)
-        return Origin(0)
-
-    async def state(self, record: Record, stage: int) -> Snapshot:
-        if record.step + 1 in self.broken:
-            raise DataError("damaged")
-        return self.states[record.step + 1][stage]
 
 
 class EpochSwarm(Swarm):
@@ -86,13 +60,11 @@ class EpochSwarm(Swarm):
         """Every stage's state after the last commit, from whoever has applied it."""
         found: dict[int, Snapshot] = {}
         for member in self.members.values():
-            server, orders = member.server, member.orders
-            if server is None or orders is None or server.ledger.step != step:
+            server = member.server
+            if server is None or server.ledger.step != step:
                 continue
-            tensors = {name: each.clone() for name, each in server.state.tensors().items()}
-            snapshot = Snapshot(step, server.state.updates, "", orders.record, tensors)
-            snapshot.fingerprint = snapshot_mark(snapshot)
-            found[server.stage] = snapshot
+            if (snapshot := snapshot_of(member)) is not None:
+                found[server.stage] = snapshot
         if len(found) < self.pipeline.num_stages:
             return None
         return [found[stage] for stage in range(self.pipeline.num_stages)]

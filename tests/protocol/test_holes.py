@@ -320,6 +320,18 @@ def test_an_addition_that_ends_half_way_voids_what_was_counted() -> None:
         assert reasons(swarm) == ["r1.0#1"]
 
 
+# ---- the end of a run ----------------------------------------------------------------------------
+
+
+def test_the_run_does_not_end_before_the_last_commit_is_held() -> None:
+    """Its only replica fails in the last update: there is no further step to wait for it."""
+    fault = Fault("commit", "raise", step=2, victim="r0.0")
+    swarm = Swarm(num_stages=1, replicas=(1,), checkpoint_every=2, faults=[fault])
+    assert swarm.run()["sha256"] == baseline()[0]
+    assert swarm.fired
+    assert swarm.effects["epoch opened"] == 1
+
+
 # ---- leaving -------------------------------------------------------------------------------------
 
 
