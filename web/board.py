@@ -21,10 +21,11 @@ RECENT_S = 60.0
 NUM_FEED = 60
 NUM_CONTRIBUTORS = 20
 NUM_SAMPLES = 24
-MARKS = ("joined", "left", "expelled", "moved", "epoch")
+MARKS = ("joined", "left", "expelled", "moved", "paused", "epoch")
 NEWS = frozenset({"step", "failed", "validation", "hold"})  # too many to keep one by one
 SIGNS = {
     "joined": "+", "admitted": "●", "leaving": "↗", "left": "−", "expelled": "✕", "moved": "→",
+    "move": "→", "move_refused": "↛", "suspected": "?", "paused": "‖", "epoch": "↶", "damaged": "!",
     "checkpoint": "◆", "finished": "✓", "diverged": "≠", "round_failed": "↻", "bad_chunk": "!",
 }  # fmt: skip
 

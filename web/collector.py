@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from swarm.config import MAX_CONFIG_BYTES, RunConfig, from_canonical
-from swarm.errors import JoinError, SwarmError, VersionError
+from swarm.errors import JoinError, SwarmError
 from swarm.net.link import JoinLink, wrong_with_address
 from swarm.net.links import Links
 from swarm.net.records import leader_key, peers_key
@@ -60,7 +60,8 @@ class Collector:
         self._next_peer = 0
 
     async def run(self) -> None:
-        """Until cancelled. Raises JoinError for what time cannot mend: another run or version."""
+        """Until cancelled. Raises JoinError when all whom the link names serve another run, or
+        speak another version."""
         self._trainers = tuple((await self._config()).run.trainers)
         tasks = TaskSet()
         try:
@@ -88,16 +89,18 @@ class Collector:
         """The run's config, from anybody the link names; it proves itself by the run id."""
         pause = LEADER_S
         while True:
+            failures: list[SwarmError] = []
             for peer in self.link.by_peer:
                 try:
                     body = await self._ask(peer, "config", {})
                     data = body.get("config")
                     if isinstance(data, bytes) and len(data) <= MAX_CONFIG_BYTES:
                         return from_canonical(data, self.link.run_id)
-                except (JoinError, VersionError):
-                    raise
                 except SwarmError as error:
                     log.debug("config of %s: %s", peer[-8:], error)
+                    failures.append(error)
+            if failures and all(isinstance(each, JoinError) for each in failures):
+                raise failures[0]
             await asyncio.sleep(pause)
             pause = min(pause * 1.5, LONGEST_PAUSE_S)
 

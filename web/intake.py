@@ -27,7 +27,7 @@ STANDINGS = ("serving", "ready", "joining", "expelled")
 STATES = ("waiting", "training", "validating", "finished", "failed", "standing by")
 ACTIVITIES = ("compute", "average", "move", "transfer", "wait")
 _EVENT_NUMBERS = ("step", "stage", "loss", "grad_norm", "tokens", "wall_s", "validation_loss",
-                  "steps", "count", "index", "from", "to", "epoch")  # fmt: skip
+                  "steps", "count", "index", "source", "target", "epoch")  # fmt: skip
 _ADDRESS = re.compile(
     r"/(?:ip4|ip6|dns4?|dns6|dnsaddr)/\S+"
     r"|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b"

@@ -63,6 +63,8 @@ class _Fold:
                 self._stand(who, "expelled", event.get("reason", ""))
             case "diverged":
                 self._stand(who, "joining")
+            case "epoch":
+                self.step = int(event.get("step", self.step))
             case "left":
                 self.replicas.pop(str(who), None)
             case "step":
