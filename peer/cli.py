@@ -398,6 +398,23 @@ def simulate(
         run_simulation(scenario, out, seeds=seeds, say=typer.echo)
 
 
+@app.command("plan")
+def plan_layout(
+    run: RunFile,
+    machines: Annotated[
+        Path, typer.Option(help="TOML file of [[machines]]: tflops, memory_gib, up_mbps.")
+    ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    debug: Debug = False,
+) -> None:
+    """Propose cut, replicas and codec of a run for given machines and links."""
+    with fail_in_one_line(debug):
+        from peer.plan import plan, text_of
+
+        found = plan(run, machines)
+        typer.echo(json.dumps(found) if as_json else text_of(found))
+
+
 peer_app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,

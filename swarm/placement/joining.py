@@ -22,7 +22,7 @@ def choose_stage(table: LoadTable, joiner: PeerLoad, now_s: float) -> Placement:
     Throughput is that of the slowest stage, so this is the slowest of those that fit its memory,
     once everybody under way has arrived: joiners and movers count as present where they have
     reserved, so many that join at once spread. Of several equally slow ones it takes the one with
-    the fewest replicas (the death of one would cost most there), then the one it is fastest at.
+    the fewest replicas (the death of one would cost most there), then the dearest.
     The caller enters the answer into the table as the joiner's `arriving`, with an expiry.
     `joiner` itself is not counted if it is in the table already.
     """
@@ -50,7 +50,7 @@ def choose_among(
             f"no stage fits: the smallest needs {_gib(least)}, "
             f"the device has {_gib(joiner.memory_bytes or 0)}",
         )
-    best = min(fitting, key=lambda s: (rates[s], replicas[s], -table.rate(joiner, s), s))
+    best = min(fitting, key=lambda s: (rates[s], replicas[s], table.rate(joiner, s), s))
     before = min(rates)
     after = min(r + table.rate(joiner, best) if s == best else r for s, r in enumerate(rates))
     if not replicas[best]:

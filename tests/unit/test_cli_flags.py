@@ -30,6 +30,7 @@ FLAGS = {
     "report": "RUN_DIR --debug --out",
     "export": "RUN_DIR OUT --debug",
     "generate": "DIR TEXT --debug --seed --temperature --tokens",
+    "plan": "RUN.toml --debug --json --machines",
     "simulate": "SCENARIO.toml --debug --out --seeds",
     "eval": "DIR --debug --json --microbatches --run",
 }

@@ -1,0 +1,158 @@
+"""`swarm plan`: cut, replicas and codec for given machines and links."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from swarm.config import RunConfig, load_config
+from swarm.errors import ConfigError
+from swarm.model import ModelPipeline, build_pipeline
+from swarm.placement.proposal import CODEC_BYTES, Device, Layout, Work, place, propose
+
+GIB = 2**30
+FLOPS_PER_COST = 6  # a multiply and an add, forward, and twice that backward
+HELD_PER_LAYER = 12  # tensors as large as the boundary that a layer holds for its backward
+
+
+class _Machine(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    name: str = Field(min_length=1, max_length=64)
+    count: int = Field(default=1, ge=1, le=10_000)
+    tflops: float = Field(gt=0)
+    memory_gib: float = Field(gt=0)
+    up_mbps: float = Field(gt=0)
+
+
+class _Machines(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    machines: Annotated[list[_Machine], Field(min_length=1, max_length=1000)]
+
+
+def plan(run: Path, machines: Path) -> dict[str, Any]:
+    """The proposal, and what the run as written would do. Raises SwarmError."""
+    config = load_config(run)
+    devices = read_machines(machines)
+    work = work_of(config)
+    best = propose(work, devices)
+    if best is None:
+        raise ConfigError(
+            "the model does not fit these machines, however it is cut",
+            "add machines or memory; a smaller batch.microbatch_size needs less",
+        )
+    tokens = config.batch.microbatch_size * config.data.sequence
+    codec = config.wire.activations.removesuffix("+zstd")
+    written = place(
+        work, devices, build_pipeline(config).cut, codec if codec in CODEC_BYTES else "bfloat16"
+    )
+    return {
+        "proposal": _row(best, tokens),
+        "as_written": _row(written, tokens),
+    }
+
+
+def read_machines(path: Path) -> list[Device]:
+    """`[[machines]]` with name, count, tflops, memory_gib, up_mbps. Raises ConfigError."""
+    try:
+        read = _Machines.model_validate(tomllib.loads(path.read_text()))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is no TOML: {error}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"{path}: {where}: {first['msg']}", "see docs/simulate.md") from None
+    return [
+        Device(
+            machine.name if machine.count == 1 else f"{machine.name}-{number}",
+            machine.tflops * 1e12,
+            int(machine.memory_gib * GIB),
+            machine.up_mbps * 125_000,
+        )
+        for machine in read.machines
+        for number in range(1, machine.count + 1)
+    ]
+
+
+def work_of(config: RunConfig) -> Work:
+    """What the run's model costs, layer by layer: it is cut into stages of one layer each, whose
+    parameters are counted without memory for them."""
+    whole = config.model.model_copy(update={"stages": 1, "cut": None})
+    costs = build_pipeline(config.model_copy(update={"model": whole})).layer_costs
+    apart = config.model.model_copy(update={"stages": len(costs), "cut": None})
+    pipeline: ModelPipeline = build_pipeline(config.model_copy(update={"model": apart}))
+    tokens = config.batch.microbatch_size * config.data.sequence
+    parameters = tuple(
+        sum(p.numel() for p in pipeline.build_stage(stage, "meta").parameters())
+        for stage in range(len(costs))
+    )
+    boundary = pipeline.boundary(0) if len(costs) > 1 else ()
+    held = 1 if config.model.recompute else HELD_PER_LAYER
+    per_layer = held * sum(spec.num_bytes for spec in boundary)
+    return Work(
+        flops=tuple(float(FLOPS_PER_COST * cost * tokens) for cost in costs),
+        parameters=parameters,
+        activation_bytes=(per_layer,) * len(costs),
+        boundary_values=sum(spec.numel for spec in boundary),
+        microbatches=config.batch.microbatches,
+        optimizer=config.optimizer.name,
+        accumulate=config.update.accumulate,
+    )
+
+
+def _row(layout: Layout, tokens: int) -> dict[str, Any]:
+    return {
+        "cut": list(layout.cut),
+        "codec": layout.codec,
+        "tokens_per_s": round(layout.throughput * tokens, 3),
+        "microbatches_per_s": round(layout.throughput, 6),
+        "bound_microbatches_per_s": round(layout.bound, 6),
+        "averaging_s": round(layout.averaging_s, 3),
+        "stages": [
+            {
+                "layers": layers,
+                "memory_gib": round(need.memory_bytes / GIB, 3),
+                "microbatches_per_s": round(rate, 6),
+                "machines": sorted(n for n, s in layout.stages.items() if s == stage),
+            }
+            for stage, (layers, need, rate) in enumerate(
+                zip(layout.cut, layout.needs, layout.rates, strict=True)
+            )
+        ],
+        "unused": sorted(name for name, stage in layout.stages.items() if stage is None),
+    }
+
+
+def text_of(found: dict[str, Any]) -> str:
+    """For a terminal."""
+    best, written = found["proposal"], found["as_written"]
+    lines = [f"{'stage':>5} {'layers':>6} {'memory':>9} {'microb./s':>10}  machines"]
+    for number, stage in enumerate(best["stages"]):
+        lines.append(
+            f"{number:>5} {stage['layers']:>6} {stage['memory_gib']:>5.2f} GiB "
+            f"{stage['microbatches_per_s']:>10.4g}  {_names(stage['machines'])}"
+        )
+    if best["unused"]:
+        lines.append(f"too small for any stage: {_names(best['unused'])}")
+    lines += [
+        "",
+        f'[model] cut = {best["cut"]}    [wire] activations = "{best["codec"]}"',
+        f"about {best['tokens_per_s']:.4g} tokens/s; averaging {best['averaging_s']:.3g} s a step",
+        f"the run as written, cut {written['cut']}: "
+        + (
+            f"about {written['tokens_per_s']:.4g} tokens/s"
+            if written["tokens_per_s"]
+            else "does not fit these machines"
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def _names(names: list[str]) -> str:
+    return ", ".join(names) if len(names) <= 6 else f"{', '.join(names[:5])} and {len(names) - 5}"

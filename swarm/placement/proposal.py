@@ -1,0 +1,193 @@
+"""A whole layout for given devices and links: cut, replicas of each stage, codec.
+
+For every number of stages it balances the cut, places the devices as joiners (fastest first, each
+where it helps most), lets the planner exchange them until nothing is gained, fits the cut to what
+each stage got, and places again. The best throughput over all of these wins; of nearly equal ones
+fewer stages, and the codec that loses least. A heuristic: `bound` says what no layout with that cut
+could exceed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from swarm.model.cut import balanced_cut
+from swarm.placement.joining import choose_among
+from swarm.placement.memory import estimate_memory
+from swarm.placement.moves import plan_moves
+from swarm.placement.optimum import best_cut, optimum
+from swarm.placement.sketch import MovePolicy
+from swarm.placement.table import LoadTable, PeerLoad, StageNeed
+
+CODEC_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0 + 2 / 64}  # per value on the wire
+AS_GOOD = 0.98  # of the best throughput: then the simpler choice wins
+MOST_STAGES = 64
+_ROUNDS = 20
+_FREE = MovePolicy(hysteresis_s=0.0, min_gain=0.001, effort=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """`flops`: sustained, per second. `up_bytes_per_s`: what it can send."""
+
+    name: str
+    flops: float
+    memory_bytes: int
+    up_bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a microbatch and a step are. Per layer: `flops` of forward and backward, `parameters`,
+    `activation_bytes` held between them. `boundary_values`: numbers that cross a boundary, one
+    way. `microbatches` per step; `slots` in flight per replica (None: stages + 2)."""
+
+    flops: tuple[float, ...]
+    parameters: tuple[int, ...]
+    activation_bytes: tuple[int, ...]
+    boundary_values: int
+    microbatches: int
+    optimizer: str = "adamw"
+    accumulate: str = "float64"
+    slots: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """`stages[name]` of each device, None where it fits nowhere. Throughputs in microbatches/s,
+    averaging included; `rates` of the stages without it; `bound`: of any placement on this cut."""
+
+    cut: tuple[int, ...]
+    codec: str
+    stages: dict[str, int | None]
+    needs: tuple[StageNeed, ...]
+    rates: tuple[float, ...]
+    throughput: float
+    bound: float
+    averaging_s: float
+
+
+def propose(work: Work, devices: Sequence[Device]) -> Layout | None:
+    """The best layout found, or None where the model does not fit these devices at all."""
+    best: list[Layout] = []
+    for codec in CODEC_BYTES:
+        for count in range(1, min(len(work.flops), len(devices), MOST_STAGES) + 1):
+            found = place(work, devices, _balanced(work, count), codec, fit_cut=True)
+            if found.throughput > 0:
+                best.append(found)
+    if not best:
+        return None
+    most = max(layout.throughput for layout in best)
+    codecs = list(CODEC_BYTES)
+    good = [layout for layout in best if layout.throughput >= AS_GOOD * most]
+    return min(good, key=lambda each: (codecs.index(each.codec), len(each.cut), -each.throughput))
+
+
+def place(
+    work: Work,
+    devices: Sequence[Device],
+    cut: Sequence[int],
+    codec: str,
+    *,
+    fit_cut: bool = False,
+) -> Layout:
+    """The devices on a given cut; with `fit_cut` also on the one that suits that placement."""
+    layout = _place(work, devices, tuple(cut), codec)
+    if fit_cut and layout.throughput > 0:
+        capacity = [rate * need.cost for rate, need in zip(layout.rates, layout.needs, strict=True)]
+        fitted = best_cut(work.flops, capacity)
+        if fitted != layout.cut:
+            other = _place(work, devices, fitted, codec)
+            if other.throughput > layout.throughput:
+                return other
+    return layout
+
+
+def _balanced(work: Work, stages: int) -> tuple[int, ...]:
+    return balanced_cut([max(1, round(each)) for each in work.flops], stages)
+
+
+def _place(work: Work, devices: Sequence[Device], cut: tuple[int, ...], codec: str) -> Layout:
+    needs = _needs(work, cut)
+    wire = work.boundary_values * CODEC_BYTES[codec]
+    last = len(cut) - 1
+
+    def load(device: Device) -> PeerLoad:
+        rates = {}
+        for stage, need in enumerate(needs):
+            sent = wire * ((stage > 0) + (stage < last))
+            link = device.up_bytes_per_s / sent if sent else math.inf
+            rates[stage] = min(device.flops / need.cost, link)
+        return PeerLoad(
+            device.name, rates=rates, speed=device.flops, memory_bytes=device.memory_bytes
+        )
+
+    table = LoadTable(needs)
+    settled, replicas = [0.0] * len(cut), [0] * len(cut)
+    peers: dict[str, PeerLoad] = {}
+    for device in sorted(devices, key=lambda each: (-each.flops, each.name)):
+        peer = load(device)
+        stage = choose_among(table, peer, settled, replicas).stage
+        if stage is not None:
+            settled[stage] += peer.rates[stage]
+            replicas[stage] += 1
+            peer = replace(peer, stages=(stage,))
+        peers[device.name] = peer
+    for _ in range(_ROUNDS):
+        plan = plan_moves(LoadTable(needs, tuple(peers.values())), 0.0, _FREE)
+        if plan.gain <= 0:
+            break
+        for move in plan.moves:
+            peers[move.peer] = replace(peers[move.peer], stages=(move.to_stage,))
+    table = LoadTable(needs, tuple(peers.values()))
+    rates = table.present_rates(0.0)
+    averaging_s = _averaging_s(needs, table, {d.name: d.up_bytes_per_s for d in devices})
+    return Layout(
+        cut,
+        codec,
+        {name: peer.stages[0] if peer.stages else None for name, peer in peers.items()},
+        needs,
+        tuple(rates),
+        _over_a_step(work, min(rates), averaging_s),
+        optimum([need.cost for need in needs], [device.flops for device in devices]),
+        averaging_s,
+    )
+
+
+def _needs(work: Work, cut: Sequence[int]) -> tuple[StageNeed, ...]:
+    needs = []
+    start = 0
+    for layers in cut:
+        part = slice(start, start + layers)
+        parameters = sum(work.parameters[part])
+        memory = estimate_memory(
+            parameters,
+            optimizer=work.optimizer,
+            accumulate=work.accumulate,
+            activation_bytes=sum(work.activation_bytes[part]),
+            slots=work.slots or len(cut) + 2,
+        )
+        needs.append(StageNeed(sum(work.flops[part]), memory.total, 4 * parameters))
+        start += layers
+    return tuple(needs)
+
+
+def _averaging_s(
+    needs: Sequence[StageNeed], table: LoadTable, up_bytes_per_s: dict[str, float]
+) -> float:
+    """Of the slowest stage: each of n members sends 2 (n - 1) / n times the float32 gradient."""
+    longest = 0.0
+    for stage, need in enumerate(needs):
+        members = [peer.peer for peer in table.peers if peer.stages == (stage,)]
+        if len(members) > 1:
+            sent = 2 * (len(members) - 1) / len(members) * need.download_bytes
+            longest = max(longest, sent / min(up_bytes_per_s[name] for name in members))
+    return longest
+
+
+def _over_a_step(work: Work, rate: float, averaging_s: float) -> float:
+    if rate <= 0:
+        return 0.0
+    return work.microbatches / (work.microbatches / rate + averaging_s)

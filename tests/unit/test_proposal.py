@@ -1,0 +1,88 @@
+"""`swarm plan`: layouts that fit, follow the machines' speeds, and spare slow links."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from peer.cli import app
+from peer.plan import read_machines
+from swarm.errors import ConfigError
+from swarm.placement.proposal import Device, Work, place, propose
+
+ROOT = Path(__file__).parents[2]
+GIB = 2**30
+
+
+def work(layers: int = 8, boundary: int = 1000) -> Work:
+    return Work(
+        flops=(1e9,) * layers,
+        parameters=(1_000_000,) * layers,
+        activation_bytes=(1000,) * layers,
+        boundary_values=boundary,
+        microbatches=64,
+    )
+
+
+def devices(*tflops: float, memory_gib: float = 1.0, up: float = 1e12) -> list[Device]:
+    return [
+        Device(f"d{at}", each * 1e12, int(memory_gib * GIB), up) for at, each in enumerate(tflops)
+    ]
+
+
+def test_one_machine_that_holds_the_model_needs_no_cut() -> None:
+    layout = propose(work(), devices(1.0))
+    assert layout is not None
+    assert (layout.cut, layout.codec) == ((8,), "float32")
+    assert layout.throughput == pytest.approx(1e12 / 8e9)
+
+
+def test_the_cut_follows_speed_where_memory_forbids_less() -> None:
+    # 24 bytes a parameter: no device holds more than six layers.
+    layout = propose(work(), devices(3.0, 1.0, memory_gib=6.5 * 24e6 / GIB))
+    assert layout is not None
+    assert layout.cut in ((6, 2), (2, 6))
+    assert sorted(layout.rates) == pytest.approx([500.0, 500.0])
+    assert layout.stages["d0"] == layout.cut.index(6)
+
+
+def test_what_does_not_fit_is_said() -> None:
+    assert propose(work(), devices(1.0, memory_gib=0.01)) is None
+
+
+def test_a_slow_link_asks_for_a_smaller_codec() -> None:
+    memory_gib = 5 * 24e6 / GIB
+    fast = propose(work(), devices(1.0, 1.0, memory_gib=memory_gib))
+    slow = propose(work(), devices(1.0, 1.0, memory_gib=memory_gib, up=6e5))
+    assert fast is not None
+    assert slow is not None
+    assert (fast.codec, slow.codec) == ("float32", "bfloat16")
+
+
+def test_placements_come_near_the_bound() -> None:
+    layout = place(work(), devices(*[1.0, 2.0, 1.5, 0.5] * 4), (2, 2, 2, 2), "float32")
+    assert min(layout.rates) >= 0.95 * layout.bound
+
+
+def test_the_command_proposes_for_a_run(tmp_path: Path) -> None:
+    machines = ROOT / "examples/scenarios/machines.toml"
+    words = ["plan", str(ROOT / "examples/exact.toml"), "--machines", str(machines)]
+    result = CliRunner().invoke(app, [*words, "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.output)
+    named = [name for stage in found["proposal"]["stages"] for name in stage["machines"]]
+    assert sorted(named) == sorted([*(f"home-{n}" for n in range(1, 7)), "server-1", "server-2"])
+    assert found["proposal"]["tokens_per_s"] >= found["as_written"]["tokens_per_s"] * 0.98 > 0
+    text = CliRunner().invoke(app, words).output
+    assert "cut = [" in text
+    assert "tokens/s" in text
+
+
+def test_mistakes_in_the_machines_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "machines.toml"
+    path.write_text("[[machines]]\nname = 'a'\ntflops = 0.0\nmemory_gib = 1.0\nup_mbps = 1.0\n")
+    with pytest.raises(ConfigError, match=r"machines.0.tflops"):
+        read_machines(path)
