@@ -1,0 +1,193 @@
+"""Every kind of fault at every moment of a replica's work: same bits, and only its stage computes
+again.
+
+Each case checks that its victim was where the case says when it was struck, that the run ends with
+the baseline's bits, and that in the other stages every microbatch was computed exactly once: what
+the survivors keep (DESIGN, I1) makes a replay cost the lost stage alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from peer.member import Member
+from swarm.compute import Kind
+from swarm.ledger import Phase
+from swarm.net.channel import Method
+from tests.protocol.simulated import LEADER, Fault, Swarm, baseline, plan
+
+MICROBATCHES, STEPS, STRUCK_STEP = 8, 4, 1
+JOINING_STEP = 2  # too late to begin with the first weights
+VICTIM, STAGE = "r1.1", 1
+AWAY_S = 20.0
+
+
+class Struck(Swarm):
+    """Strikes `VICTIM` (or a joiner, or a donor) once, at `moment`."""
+
+    def __init__(self, moment: str, fault: str, **more: Any) -> None:
+        joins = [Fault("forward", "start", step=JOINING_STEP, victim="r1.2", stage=STAGE)]
+        super().__init__(
+            plan=plan(MICROBATCHES, STEPS),
+            faults=joins if moment in ("snapshot", "joining") else [],
+            seconds=(0.05, 0.1),
+            **more,
+        )
+        self.moment, self.fault = moment, fault
+        self.struck: tuple[str, str] | None = None  # whom, and where it was
+        self.leaving: list[asyncio.Task[None]] = []
+
+    # ---- when -----------------------------------------------------------------------------------
+
+    def on_probe(self, who: str, point: str, facts: dict[str, Any]) -> None:
+        super().on_probe(who, point, facts)
+        if who != VICTIM or facts.get("step") != STRUCK_STEP or self.struck is not None:
+            return
+        now = {
+            ("queued", "forward"): 0.0,
+            ("in forward", "forward"): 0.02,  # of the 0.04 s that a kernel takes at least
+            ("waiting downstream", "sent"): 0.01,
+            ("in backward", "backward"): 0.05,
+            ("averaging", "average"): 0.0,
+            ("prepared", "prepared"): 0.0,
+            ("committing", "commit"): 0.0,
+        }.get((self.moment, point))
+        if now is not None:
+            later = asyncio.get_running_loop().call_later
+            later(now, self.hit_if_there, who, facts.get("index"))
+
+    def start_replica(self, name: str, stage: int | None) -> Member:
+        """A donor or a joiner is struck when the donor is asked for the first chunk."""
+        member = super().start_replica(name, stage)
+        if self.moment in ("snapshot", "joining"):
+            methods = member.links.methods
+
+            class Asked(dict[str, Method]):
+                def get(inner, key: str, default: Any = None) -> Any:
+                    if key == "chunk" and self.struck is None and "r1.2" in self.members:
+                        self.hit(name if self.moment == "snapshot" else "r1.2", self.moment)
+                    return dict.get(inner, key, default)
+
+            member.links.methods = Asked(methods)
+        return member
+
+    def hit_if_there(self, who: str, index: int | None) -> None:
+        if self.struck is None and who in self.members:
+            where = self.where(self.members[who], index)
+            if where == self.moment:
+                self.hit(who, where)
+
+    def where(self, member: Member, index: int | None) -> str:
+        """What a replica does at this moment, by its own state."""
+        server, orders = member.server, member.orders
+        assert server is not None
+        assert orders is not None
+        if index is not None:
+            entry = server.ledger.entries.get(index)
+            work = server.kept.works.get(index)
+            if entry is None or work is None:
+                return "gone"
+            running = self.computes[VICTIM]._busy and not self.computes[VICTIM]._waiting
+            match entry.phase:
+                case Phase.FORWARD:
+                    return "in forward" if running else "queued"
+                case Phase.WAITING:
+                    return "waiting downstream"
+                case Phase.BACKWARD:
+                    return "in backward"
+            return "counted"
+        if orders.commit_lock.locked():
+            return "committing"
+        if orders.prepared is not None:
+            return "prepared"
+        return "averaging" if server.ledger.frozen_attempt is not None else "elsewhere"
+
+    async def leave(self, who: str) -> None:
+        await self.members[who].drain(30.0)
+        self.kill(who)  # its process ends
+
+    # ---- what -----------------------------------------------------------------------------------
+
+    def hit(self, who: str, where: str) -> None:
+        self.struck = (who, where)
+        loop = asyncio.get_running_loop()
+        if self.fault == "kill":
+            loop.call_soon(self.kill, who)
+        elif self.fault == "kill with the leader":
+            loop.call_soon(self.kill, who)
+            loop.call_soon(self.kill_leader, 1.0)
+        elif self.fault == "leave":  # what the first SIGTERM does
+            self.leaving.append(loop.create_task(self.leave(who)))
+        elif self.fault == "cut":
+            for other in [*self.members, LEADER]:
+                if other != who:
+                    self.network.cut(who, other)
+                    loop.call_later(AWAY_S, self.network.heal, who, other)
+        elif self.fault == "raise":
+            kind = {"queued": Kind.FORWARD, "waiting downstream": Kind.BACKWARD}.get(where)
+            self.computes[who].failing[kind or Kind.UPDATE] += 1
+        else:
+            self.strike(Fault("", self.fault, duration_s=AWAY_S), who)
+
+
+MOMENTS = [
+    "queued",
+    "in forward",
+    "waiting downstream",
+    "in backward",
+    "averaging",
+    "prepared",
+    "committing",
+    "snapshot",
+    "joining",
+]
+FAULTS = ["kill", "leave", "freeze", "cut", "reset", "raise"]
+RAISES = ("queued", "waiting downstream", "averaging", "committing")  # before a kernel of its own
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(moment, fault, id=f"{fault}-{moment.replace(' ', '-')}")
+        for moment in MOMENTS
+        for fault in FAULTS
+        if fault != "raise" or moment in RAISES
+    ]
+
+
+def kernels(swarm: Swarm, kind: Kind) -> Counter[int]:
+    """By stage, those of all who ever served it."""
+    counts: Counter[int] = Counter()
+    for name, compute in swarm.computes.items():
+        counts[int(name[1])] += compute.counts[kind]
+    return counts
+
+
+@pytest.mark.parametrize(("moment", "fault"), cases())
+def test_only_the_lost_stage_computes_again(moment: str, fault: str) -> None:
+    swarm = Struck(moment, fault)
+    assert swarm.run(STEPS)["sha256"] == baseline(STEPS, MICROBATCHES)[0]
+    assert swarm.struck is not None, "nothing was injected"
+    assert swarm.struck[1] == moment
+    assert all(task.done() for task in swarm.leaving)
+    once = MICROBATCHES * STEPS
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        counts = kernels(swarm, kind)
+        assert (counts[0], counts[2]) == (once, once), (kind, counts)
+        assert once <= counts[STAGE] <= once + MICROBATCHES, (kind, counts)
+        if fault == "leave" or moment == "joining":
+            assert counts[STAGE] == once, (kind, counts)
+
+
+@pytest.mark.parametrize("moment", [pytest.param(m, id=m.replace(" ", "-")) for m in MOMENTS])
+def test_a_replica_and_the_leader_die_at_the_same_moment(moment: str) -> None:
+    """The next life of the leader finishes the same step."""
+    swarm = Struck(moment, "kill with the leader")
+    assert swarm.run(STEPS)["sha256"] == baseline(STEPS, MICROBATCHES)[0]
+    assert swarm.struck is not None, "nothing was injected"
+    assert swarm.struck[1] == moment
+    assert swarm.lives[LEADER] == 2
+    assert swarm.committed == sorted(set(swarm.committed))
