@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -53,6 +54,13 @@ class Helper:
         self.process.kill()
         self.process.wait()
         self.log.close()
+
+
+def end_politely() -> None:
+    """SIGTERM ends this process as Ctrl-C does (which is off in a shell's background jobs): helpers
+    are killed, swarms are stopped."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def serve_lines(answer: Callable[[Mapping[str, Any]], Mapping[str, Any] | None]) -> None:

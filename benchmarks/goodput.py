@@ -24,7 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from _helpers import print_results, result
+from _helpers import end_politely, print_results, result
 from _paced_swarm import POLL_S as TICK_S
 from _paced_swarm import PacedSwarm, now, paced_swarm
 
@@ -223,6 +223,7 @@ def main() -> None:
     parser.add_argument("--calm-s", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    end_politely()
     peers = dict.fromkeys(range(options.stages), options.replicas)
     seen = asyncio.run(measure(options, peers))
     seconds = options.forward_s + options.backward_s

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import random
 import signal
 import statistics
@@ -23,7 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _helpers import Helper, print_results, result
+from _helpers import Helper, end_politely, print_results, result
 from _paced_swarm import PacedSwarm, now, paced_swarm
 
 PEERS = {0: 2, 1: 2}
@@ -110,18 +109,18 @@ async def measure(options: argparse.Namespace) -> list[dict[str, float]]:
 def strike_torch(number: int, limit_s: float) -> tuple[str, float]:
     """What rank 0 of a torch pipeline does when rank 1 gets this signal within a step."""
     with tempfile.TemporaryDirectory() as name:
-        ranks = [
-            Helper("_torch_pipelining.py", "--rank", str(rank), "--store", str(Path(name) / "s"),
-                   "--microbatches", "8", "--timeout-s", str(TORCH_TIMEOUT_S))
-            for rank in (0, 1)
-        ]  # fmt: skip
+        ranks: list[Helper] = []
         try:
+            for rank in (0, 1):
+                where = ("--rank", str(rank), "--store", str(Path(name) / "s"))
+                options = ("--microbatches", "8", "--timeout-s", str(TORCH_TIMEOUT_S))
+                ranks.append(Helper("_torch_pipelining.py", *where, *options))
             for _ in range(2):  # one to warm up, one to know how long a step takes
-                for rank in ranks:
-                    rank.tell(step=True)
-                step_s = max([rank.hear()["seconds"] for rank in ranks])
-            for rank in ranks:
-                rank.tell(step=True)
+                for each in ranks:
+                    each.tell(step=True)
+                step_s = max([each.hear()["seconds"] for each in ranks])
+            for each in ranks:
+                each.tell(step=True)
             time.sleep(step_s / 3)
             ranks[1].process.send_signal(number)
             struck_at = time.monotonic()
@@ -141,9 +140,8 @@ def strike_torch(number: int, limit_s: float) -> tuple[str, float]:
             seconds = time.monotonic() - struck_at
             return (said[0] if said else f"hung for the {limit_s:.0f} s it was watched"), seconds
         finally:
-            for rank in ranks:
-                os.kill(rank.process.pid, signal.SIGKILL)
-                rank.process.wait()
+            for each in ranks:
+                each.close()
 
 
 def main() -> None:
@@ -155,6 +153,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--torch-limit-s", type=float, default=40.0, help="0 leaves torch out")
     options = parser.parse_args()
+    end_politely()
     found = asyncio.run(measure(options))
     beyond = [each["beyond"] for each in found]
     detected = [each["detected"] for each in found]

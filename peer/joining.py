@@ -108,7 +108,11 @@ class CatchUp:
         while server.ledger.step < step or not orders.valid:
             if self._snapshots >= MAX_SNAPSHOTS:
                 self._snapshots = 0
-                raise RefusedError("the swarm's steps are too short for this connection")
+                update_mb = 4 * server.state.layout.total / 1e6
+                raise RefusedError(
+                    "this connection is too slow for this stage: each step brings an update of "
+                    f"{update_mb:.1f} MB, and they came faster than they were fetched"
+                )
             channels = await self._channels(donors)
             if not channels:
                 raise RefusedError(f"nobody has the state of stage {server.stage}")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from peer import snapshots
+from peer import joining, snapshots
 from peer.member import Member
 from peer.snapshots import Donor
 from swarm.net.channel import Channel, Message
@@ -143,6 +143,19 @@ def test_a_joiner_whose_connection_is_slower_than_the_steps_stalls_nobody() -> N
     usual = sorted(walls)[len(walls) // 2]
     assert max(walls[2:]) < 2 * usual
     assert swarm.most_copies == 1
+
+
+def test_a_volunteer_is_told_that_its_connection_is_too_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As soon as the snapshots it may try in a row have all been in vain; in one line."""
+    monkeypatch.setattr(joining, "MAX_SNAPSHOTS", 0)
+    swarm = Joining(40)
+    swarm.once("cannot serve yet", lambda: monkeypatch.setattr(joining, "MAX_SNAPSHOTS", 3))
+    swarm.finish()
+    told = [line for _, line in swarm.said if line.startswith("cannot serve yet")]
+    assert len(told) == 1
+    assert "too slow for this stage: each step brings an update of 0.0 MB" in told[0]
 
 
 @pytest.mark.parametrize("donors", [1, 2, 3])
