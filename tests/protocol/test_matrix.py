@@ -39,7 +39,7 @@ class Struck(Swarm):
         )
         self.moment, self.fault = moment, fault
         self.struck: tuple[str, str] | None = None  # whom, and where it was
-        self.leaving: list[asyncio.Task[None]] = []
+        self.departures: list[asyncio.Task[None]] = []
 
     # ---- when -----------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class Struck(Swarm):
             return "prepared"
         return "averaging" if server.ledger.frozen_attempt is not None else "elsewhere"
 
-    async def leave(self, who: str) -> None:
+    async def depart(self, who: str) -> None:
         await self.members[who].drain(30.0)
         self.kill(who)  # its process ends
 
@@ -121,7 +121,7 @@ class Struck(Swarm):
             loop.call_soon(self.kill, who)
             loop.call_soon(self.kill_leader, 1.0)
         elif self.fault == "leave":  # what the first SIGTERM does
-            self.leaving.append(loop.create_task(self.leave(who)))
+            self.departures.append(loop.create_task(self.depart(who)))
         elif self.fault == "cut":
             for other in [*self.members, LEADER]:
                 if other != who:
@@ -172,7 +172,7 @@ def test_only_the_lost_stage_computes_again(moment: str, fault: str) -> None:
     assert swarm.run(STEPS)["sha256"] == baseline(STEPS, MICROBATCHES)[0]
     assert swarm.struck is not None, "nothing was injected"
     assert swarm.struck[1] == moment
-    assert all(task.done() for task in swarm.leaving)
+    assert all(task.done() for task in swarm.departures)
     once = MICROBATCHES * STEPS
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         counts = kernels(swarm, kind)
