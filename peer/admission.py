@@ -82,9 +82,9 @@ class Admission:
             member = Member(channel.incarnation, stage, tuple(str(a)[:200] for a in addresses))
             member.offer, member.joined_at = offer, asyncio.get_running_loop().time()
             leader.members.by_name[channel.incarnation] = member
+            leader.probe("joined", replica=member.incarnation, stage=member.stage)
         member.slots = max(1, min(count(body.get("slots", 1)), 1024))
         member.device = str(body.get("device", ""))[:40]
-        leader.probe("joined", replica=member.incarnation, stage=member.stage)
         self._send_roster()
         return Message({"stage": member.stage, "why": why, **self._position(member)})
 

@@ -117,6 +117,12 @@ def train(
     ] = None,
     lan: Annotated[bool, typer.Option("--lan", help="Be found by swarm-peer --lan.")] = False,
     resume: Resume = None,
+    accept_loss: Annotated[
+        bool,
+        typer.Option(
+            "--accept-loss", help="Resume without the trainers that are gone: forks if they live."
+        ),
+    ] = False,
     plain: Plain = False,
     debug: Debug = False,
 ) -> None:
@@ -140,6 +146,7 @@ def train(
             join=join,
             lan=lan,
             resume=resume,
+            accept_loss=accept_loss,
             plain=plain,
         )
 

@@ -34,6 +34,7 @@ def lead(
     join: str | None,
     lan: bool,
     resume: Path | None,
+    accept_loss: bool,
     plain: bool,
 ) -> None:
     """`swarm train`: lead the run of a file with whoever joins; goes on where it stopped."""
@@ -45,6 +46,8 @@ def lead(
     from swarm.net.link import parse_link
 
     config = load_config(run)
+    if accept_loss and resume is None:
+        raise ConfigError("--accept-loss alone does nothing", "add --resume DIR")
     link = parse_link(join) if join else None
     if lan:
         require_lan()
@@ -66,6 +69,8 @@ def lead(
     if committed and resume is None:
         print(f"going on after {committed} steps, with the peers that hold them")
     with TerminalView(plain=plain) as view:
+        if accept_loss and len(config.run.trainers) > 1:
+            view.note("trainers that do not answer lose their vote: if they live, the run forks")
         process = LeaderProcess(
             config,
             run_dir,
@@ -77,6 +82,7 @@ def lead(
             lan=lan,
             bootstrap=link.addresses if link else (),
             resume=resume,
+            accept_loss=accept_loss,
             say=view.note,
         )
         try:

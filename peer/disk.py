@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import secrets
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
@@ -22,6 +24,7 @@ class VoteDisk(Protocol):
     """Durable memory of one trainer."""
 
     vote: Vote
+    id: str  # of this disk, for ever
 
     async def save(self, vote: Vote) -> None:
         """Durable when it returns. Raises StorageError; then nothing has changed."""
@@ -30,8 +33,11 @@ class VoteDisk(Protocol):
 class MemoryDisk:
     """For tests: outlives a simulated process, not this one."""
 
+    _ids = count()
+
     def __init__(self) -> None:
         self.vote = Vote()
+        self.id = f"memory {next(self._ids)}"
 
     async def save(self, vote: Vote) -> None:
         self.vote = vote
@@ -42,7 +48,7 @@ class FileDisk:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / "trainer.msgpack"
-        self.vote = Vote()
+        self.vote, self.id = Vote(), ""
         try:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = open(directory / "trainer.lock", "w")  # noqa: SIM115 (held for life)
@@ -66,15 +72,31 @@ class FileDisk:
             raise StorageError(f"cannot use {directory}: {error.strerror}") from None
         if data:
             try:
-                self.vote = Vote.unpack(msgpack.unpackb(data))
-            except (WireError, TypeError, ValueError, AttributeError, msgpack.UnpackException):
+                value = msgpack.unpackb(data)
+                self.vote, self.id = Vote.unpack(value), str(value["disk"])
+            except (
+                WireError,
+                KeyError,
+                TypeError,
+                ValueError,
+                AttributeError,
+                msgpack.UnpackException,
+            ):
                 raise StorageError(
                     f"{self._path} is damaged",
                     "a trainer that forgot must not vote: start a new run, or restore the file",
                 ) from None
 
+        if not self.id:
+            self.id = secrets.token_hex(8)
+            write_durably(self._path, self._bytes_of(self.vote))
+
+    def _bytes_of(self, vote: Vote) -> bytes:
+        packed: bytes = msgpack.packb({**vote.pack(), "disk": self.id})
+        return packed
+
     async def save(self, vote: Vote) -> None:
-        await asyncio.to_thread(write_durably, self._path, msgpack.packb(vote.pack()))
+        await asyncio.to_thread(write_durably, self._path, self._bytes_of(vote))
         self.vote = vote
 
     def close(self) -> None:

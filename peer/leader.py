@@ -157,13 +157,16 @@ class Leader:
         """The step that is or will be trained: the one after the newest record."""
         return self.record.step + 1 if self.record else 0
 
-    async def begin(self, going_back_to: Origin | None = None) -> None:
+    async def begin(
+        self, going_back_to: Origin | None = None, *, accept_loss: bool = False
+    ) -> None:
         """Win a term of our own, and with it the newest record.
 
         With `going_back_to` the term opens a new epoch with that state. Raises SupersededError when
         another trainer holds a higher term; then the epoch may be opened or not.
         """
-        self.record = await self.quorum.elect(new_epoch=going_back_to is not None)
+        new_epoch = going_back_to is not None
+        self.record = await self.quorum.elect(new_epoch=new_epoch, accept_loss=accept_loss)
         self.term = self.quorum.term
         self.adopting = self.term.counter > 1
         if going_back_to is not None:
@@ -194,6 +197,7 @@ class Leader:
             base=origin.step,
             saved=origin.step,
             checkpoint=origin.checkpoint,
+            voters=self.quorum.new_voters(),
         )
 
     # ---- one step -------------------------------------------------------------------------------
@@ -334,7 +338,9 @@ class Leader:
 
         async def one(trainer: str) -> None:
             channel = await self.links.channel(trainer, quorum.addresses(trainer))
-            answer = await self.watch.ask(channel, "prepare", {"term": list(self.term)})
+            answer = await self.watch.ask(
+                channel, "prepare", {"term": list(self.term), "disk": quorum.disk_id}
+            )
             vote = answer.get("vote")
             if isinstance(vote, dict):
                 quorum.heard_of(Vote.unpack(vote).promised)
@@ -363,6 +369,7 @@ class Leader:
             fingerprints=prepared.fingerprints,
             base=self.record.base if self.record else 0,
             saved=self.saved_step,
+            voters=self.quorum.voters,
         )
 
     def _announce_commit(self, step: Step, record: Record) -> None:

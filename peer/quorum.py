@@ -8,6 +8,7 @@ trainer its disk is the quorum and nobody is asked.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -23,19 +24,23 @@ from swarm.consensus import (
     Vote,
     is_majority,
     next_term,
+    note_disk,
     on_accept,
     on_committed,
     on_prepare,
     open_term,
+    stranger,
 )
 from swarm.errors import RefusedError, SwarmError, WireError
-from swarm.net.channel import Channel, Message, Method, no_tensors
+from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
 from swarm.net.links import Links
 from swarm.tasks import TaskSet
 from swarm.terms import NO_TERM, Record, Term
 
 log = logging.getLogger(__name__)
 RETRY_S = (0.1, 5.0)
+NAMING_S = 2.0  # for trainers that a new epoch could name with the disk they have now
+LOSS_S = 10.0  # after which those that have not answered are lost, if the operator accepts it
 
 
 class SupersededError(SwarmError):
@@ -46,7 +51,8 @@ class Quorum:
     """The trainers of a run, seen from one of them.
 
     `links` must be set before `elect`. `addresses(peer)` gives where another trainer can be
-    dialled. `on_succeeded(term)` is called when another trainer was promised a term above ours.
+    dialled. `on_succeeded(term)` is called when another trainer was promised a term above ours, and
+    `say(line)` told once why a trainer does not count (`swarm.consensus.stranger`).
     """
 
     links: Links
@@ -59,6 +65,7 @@ class Quorum:
         *,
         addresses: Callable[[str], Sequence[str]] = lambda peer: (),
         on_succeeded: Callable[[Term], None] = lambda term: None,
+        say: Callable[[str], None] = log.warning,
     ) -> None:
         if me not in trainers:
             raise ValueError("only the run's trainers vote")
@@ -67,6 +74,9 @@ class Quorum:
         self._disk, self.addresses, self.on_succeeded = disk, addresses, on_succeeded
         self._highest_seen = disk.vote.promised
         self._voided = -1  # the step our term has voided
+        self._strangers: dict[str, str] = {}  # trainers with another disk than they are known by
+        self._forced: tuple[str, ...] = ()  # who answered, where an operator gives up the rest
+        self._say, self._said = say, set[str]()
         self.random = random.Random()  # spreads retries; tests seed it
         self._changing = asyncio.Lock()
         self._tasks = TaskSet()
@@ -77,7 +87,27 @@ class Quorum:
 
     @property
     def alone(self) -> bool:
-        return len(self.trainers) == 1
+        return self.electorate == (self.me,)
+
+    @property
+    def electorate(self) -> tuple[str, ...]:
+        """Of whom a majority decides."""
+        return self._forced or tuple(self.vote.voters) or self.trainers
+
+    @property
+    def disk_id(self) -> str:
+        return self._disk.id
+
+    @property
+    def voters(self) -> dict[str, str]:
+        """What a record of ours says of who votes, and with which disk."""
+        known = self.vote.voters or dict.fromkeys(self.trainers, "")
+        return {**known, self.me: self._disk.id}
+
+    def new_voters(self) -> dict[str, str]:
+        """What a record of ours that opens an epoch says of it: with the disks they have now."""
+        present = {**self.voters, **self._strangers}
+        return {name: present.get(name, "") for name in self.electorate}
 
     def methods(self) -> dict[str, Method]:
         """What other trainers may call here."""
@@ -89,32 +119,43 @@ class Quorum:
 
     # ---- as a leader ----------------------------------------------------------------------------
 
-    async def elect(self, *, new_epoch: bool = False) -> Record | None:
+    async def elect(self, *, new_epoch: bool = False, accept_loss: bool = False) -> Record | None:
         """Win a term of our own; returns the newest committed record, completed if need be.
 
         With `new_epoch` the term is of an epoch that nobody has seen, for a record that opens it.
+        With `accept_loss` those who answer within some seconds are the voters from then on: this
+        forks the run if the others live.
 
         Raises SupersededError when another trainer holds a higher term: back off, then try again.
         """
         seen = (self.vote.promised, self._highest_seen)
         term = next_term(seen, self._incarnation, self.vote.committed, new_epoch=new_epoch)
+        self._forced = ()
+        await self._change(lambda vote: Answer(True, self._noted(vote, self.me, self._disk.id)))
+        if reason := stranger(self.vote, self.me, self._disk.id):
+            self._tell_once(f"this trainer does not count: {reason}")
+            raise SupersededError(reason)
         mine = await self._change(lambda vote: on_prepare(vote, term))
         if not mine.yes:
             raise SupersededError(mine.reason)
-        votes = {self.me: mine.vote}
-        if not self.alone:
-            votes |= await self._ask_majority("prepare", {"term": list(term)})
+        votes, ask = {self.me: mine.vote}, {"term": list(term)}
+        if accept_loss:
+            votes |= await self._ask_majority("prepare", ask, within_s=LOSS_S)
+            self._forced = tuple(sorted(votes))
+        elif not self.alone:
+            votes |= await self._ask_majority("prepare", ask, stay_s=NAMING_S if new_epoch else 0.0)
         self.term, self._voided = term, -1
         opening: Opening = open_term(votes)
         log.info("term %d: %s", term.counter, opening.reason)
         if opening.base is not None:
             await self._learn(opening.base)
-        if opening.complete is None:
-            return self.vote.committed
         record = opening.complete
-        await self._accept(Key(term, record.step, COMPLETING), record, opening.base)
-        await self._learn(record)
-        return record
+        if record is not None:
+            await self._accept(Key(term, record.step, COMPLETING), record, opening.base)
+            await self._learn(record)
+        if not is_majority(votes, self.electorate):
+            raise SupersededError("others vote now than did before")
+        return self.vote.committed
 
     async def void(self, step: int) -> None:
         """Before the first averaging of `step` in this term: nothing earlier can be chosen now.
@@ -138,7 +179,7 @@ class Quorum:
         key = Key(self.term, record.step, record.ballot.attempt)
         await self._accept(key, record, self.vote.committed)
         await self._learn(record)
-        self._voided = record.step + 1
+        self._forced, self._voided = (), record.step + 1
         for trainer in self.trainers:
             if trainer != self.me:
                 self._tasks.spawn(self._tell_committed(trainer, record), "committed")
@@ -160,21 +201,41 @@ class Quorum:
         if self.vote.promised != key.term:  # tested where it is decided, with no await between
             raise SupersededError(f"term {self.vote.promised.counter} was promised meanwhile")
 
-    async def _ask_majority(self, method: str, body: Mapping[str, Any]) -> dict[str, Vote]:
-        """Ask every other trainer until a majority, ourselves included, has said yes."""
+    async def _ask_majority(
+        self,
+        method: str,
+        body: Mapping[str, Any],
+        *,
+        stay_s: float = 0.0,
+        within_s: float | None = None,
+    ) -> dict[str, Vote]:
+        """Ask every other trainer until a majority, ourselves included, has said yes.
+
+        Those that are slower are heard for `stay_s` more. With `within_s` whoever answers by then
+        is enough.
+        """
         votes: dict[str, Vote] = {}
-        others = [trainer for trainer in self.trainers if trainer != self.me]
+        asked = self._forced or self.trainers
         tasks = {
             self._tasks.spawn(self._ask(trainer, method, body), f"{method} {trainer[-8:]}"): trainer
-            for trainer in others
+            for trainer in asked
+            if trainer != self.me
         }
         pending = set(tasks)
-        try:
-            while not is_majority([self.me, *votes], self.trainers):
+
+        async def until_enough() -> None:
+            nonlocal pending
+            while pending and (within_s or not is_majority([self.me, *votes], self.electorate)):
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for task, trainer in tasks.items():
-                    if task in done:
-                        votes[trainer] = task.result()
+                for task in done:
+                    votes[tasks[task]] = task.result()
+
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(within_s):
+                    await until_enough()
+            if stay_s and pending:
+                await asyncio.wait(pending, timeout=stay_s)
         finally:
             for task in tasks:  # those that are done take no notice
                 task.cancel()
@@ -186,20 +247,59 @@ class Quorum:
         while True:
             try:
                 channel = await self.links.channel(trainer, self.addresses(trainer))
-                answer = (await channel.call(method, dict(body))).body
+                answer = (await channel.call(method, {**body, "disk": self._disk.id})).body
                 vote = Vote.unpack(answer["vote"])
-                if answer.get("yes") is True:
-                    return vote
-                self._highest_seen = max(self._highest_seen, vote.promised)
-                if vote.committed is not None:
-                    await self._learn(vote.committed)
-                raise SupersededError(f"{trainer[-8:]}: {str(answer.get('reason'))[:200]}")
+                if await self._counts(trainer, answer.get("disk")):
+                    if answer.get("yes") is True:
+                        return vote
+                    self._highest_seen = max(self._highest_seen, vote.promised)
+                    if vote.committed is not None:
+                        await self._learn(vote.committed)
+                    raise SupersededError(f"{trainer[-8:]}: {str(answer.get('reason'))[:200]}")
             except SupersededError:
                 raise
+            except CallFailedError as error:
+                await self._refused(trainer, error)
             except (SwarmError, KeyError, TypeError) as error:
                 log.debug("%s of %s: %s", method, trainer[-8:], error)
             await asyncio.sleep(pause * self.random.uniform(0.7, 1.3))
             pause = min(pause * 2, RETRY_S[1])
+
+    # ---- who counts -----------------------------------------------------------------------------
+
+    def _noted(self, vote: Vote, trainer: str, disk: str) -> Vote:
+        return note_disk(vote, self.trainers, trainer, disk)
+
+    async def _counts(self, trainer: str, disk: object) -> bool:
+        """Whether that trainer, with that disk, is a voter; it is remembered if it is."""
+        if not isinstance(disk, str) or not 0 < len(disk) <= 64:
+            raise WireError("a trainer without a disk")
+        if reason := stranger(self.vote, trainer, disk):
+            self._strangers[trainer] = disk
+            self._tell_once(f"trainer {trainer[-8:]} does not count: {reason}")
+            return False
+        self._strangers.pop(trainer, None)
+        await self._change(lambda vote: Answer(True, self._noted(vote, trainer, disk)))
+        return True
+
+    async def _refused(self, trainer: str, error: CallFailedError) -> None:
+        """We do not count for that trainer. One of us may lack the record that says who votes."""
+        if "stranger" not in error.detail:
+            log.debug("refused by %s: %s", trainer[-8:], error)
+            return
+        self._tell_once(f"this trainer does not count for {trainer[-8:]}: {error.message}")
+        theirs = error.detail["stranger"]
+        if isinstance(theirs, bytes) and theirs:
+            await self._learn(Record.unpack(theirs))
+        if reason := stranger(self.vote, self.me, self._disk.id):
+            raise SupersededError(reason)
+        if self.vote.committed is not None:
+            await self._tell_committed(trainer, self.vote.committed)
+
+    def _tell_once(self, line: str) -> None:
+        if line not in self._said:
+            self._said.add(line)
+            self._say(line)
 
     async def _tell_committed(self, trainer: str, record: Record) -> None:
         """Once: a trainer that misses it learns it with the next accept."""
@@ -212,13 +312,13 @@ class Quorum:
     # ---- as a voter -----------------------------------------------------------------------------
 
     async def _on_prepare(self, channel: Channel, message: Message) -> Message:
-        self._from_trainer(channel)
+        await self._from_voter(channel, message)
         term = Term.read(message.body.get("term"))
         self._own_term(channel, term)
         return self._reply(await self._change(lambda vote: on_prepare(vote, term)))
 
     async def _on_accept(self, channel: Channel, message: Message) -> Message:
-        self._from_trainer(channel)
+        await self._from_voter(channel, message)
         body = message.body
         match body.get("key"):
             case [term, int(step), int(attempt)] if step >= -1 and 0 <= attempt <= COMPLETING:
@@ -241,14 +341,28 @@ class Quorum:
         if channel.peer not in self.trainers:
             raise RefusedError("only the run's trainers vote")
 
+    async def _from_voter(self, channel: Channel, message: Message) -> None:
+        self._from_trainer(channel)
+        if not await self._counts(channel.peer, message.body.get("disk")):
+            committed = self.vote.committed
+            reason = stranger(self.vote, channel.peer, str(message.body.get("disk")))
+            mine = committed.pack() if committed else b""
+            raise CallFailedError("refused", reason, stranger=mine)
+
     @staticmethod
     def _own_term(channel: Channel, term: Term) -> None:
         if term.trainer != channel.peer:
             raise RefusedError("a trainer leads in its own terms only")
 
-    @staticmethod
-    def _reply(answer: Answer) -> Message:
-        return Message({"yes": answer.yes, "reason": answer.reason, "vote": answer.vote.pack()})
+    def _reply(self, answer: Answer) -> Message:
+        return Message(
+            {
+                "yes": answer.yes,
+                "reason": answer.reason,
+                "vote": answer.vote.pack(),
+                "disk": self._disk.id,
+            }
+        )
 
     # ---- the vote -------------------------------------------------------------------------------
 

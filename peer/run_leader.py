@@ -59,8 +59,9 @@ class LeaderProcess:
 
     `start_with` is how many replicas each stage waits for before the first step (one, if left
     out). With `resume`, a run directory or a checkpoint, the run goes back to that state or, if it
-    is of another run, begins with it. `say` gets lines for people. `on_link`, `on_step` and `show`
-    (the status, twice a second) are for whoever watches.
+    is of another run, begins with it; with `accept_loss` also without a majority of trainers. `say`
+    gets lines for people. `on_link`, `on_step` and `show` (the status, twice a second) are for
+    whoever watches.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class LeaderProcess:
         lan: bool = False,
         bootstrap: Sequence[str] = (),
         resume: Path | None = None,
+        accept_loss: bool = False,
         say: Callable[[str], None] = log.warning,
     ) -> None:
         self.config, self.run_dir, self.identity = config, run_dir, identity
@@ -94,6 +96,7 @@ class LeaderProcess:
         self._on_link, self._on_step, self._show = on_link, on_step, show
         self._cache_dir, self._lan = cache_dir, lan
         self._bootstrap, self._resume, self._say = tuple(bootstrap), resume, say
+        self._accept_loss = accept_loss
         self._addresses: dict[str, tuple[str, ...]] = group_by_trainer(bootstrap)
         self._shown: Mapping[str, Any] = self.status.as_dict()  # the status as last built
 
@@ -196,9 +199,16 @@ class LeaderProcess:
             me,
             disk,
             addresses=lambda peer: self._addresses.get(peer, ()),
+            say=self._say,
         )
         trainer = Trainer(
-            links, quorum, make_leader, lead, on_role=self._on_role, going_back_to=origin
+            links,
+            quorum,
+            make_leader,
+            lead,
+            on_role=self._on_role,
+            going_back_to=origin,
+            accept_loss=self._accept_loss,
         )
         return trainer
 

@@ -37,7 +37,8 @@ class Trainer(Generic[T]):
 
     `make_leader()` builds a leader for one term, `lead(leader)` drives it to the end of the run
     and returns what `run` returns. `on_role(text)` is told what this trainer does now. With
-    `going_back_to` it opens an epoch with that state, whoever leads: an operator's order.
+    `going_back_to` it opens an epoch with that state, whoever leads: an operator's order; with
+    `accept_loss` even without a majority.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Trainer(Generic[T]):
         *,
         on_role: Callable[[str], None] = lambda text: None,
         going_back_to: Origin | None = None,
+        accept_loss: bool = False,
         lease_s: float = LEASE_S,
         seed: int | str | None = None,
     ) -> None:
@@ -56,7 +58,7 @@ class Trainer(Generic[T]):
         self.leader: Leader | None = None
         self.finished_elsewhere = asyncio.Event()
         self._make_leader, self._lead, self._on_role = make_leader, lead, on_role
-        self._ordered = going_back_to
+        self._ordered, self._accept_loss = going_back_to, accept_loss
         self._needed: Origin | None = None  # what the last term ended for, if it went back
         self._lease_s, self._random = lease_s, random.Random(seed)
         self._heard = asyncio.Event()
@@ -83,14 +85,14 @@ class Trainer(Generic[T]):
             patience = self._patience()
             leader = self._make_leader()
             try:
-                await leader.begin(origin)
+                await leader.begin(origin, accept_loss=origin is not None and self._accept_loss)
             except SupersededError as error:
                 log.info("did not win a term: %s", error)
                 await leader.aclose()
                 if origin is not None:
                     await asyncio.sleep(self._random.uniform(*ORDER_AGAIN_S))
                 continue
-            self._ordered = None
+            self._ordered, self._accept_loss = None, False
             result, done = await self._lead_one_term(leader)
             if done:
                 return result

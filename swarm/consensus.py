@@ -13,19 +13,23 @@ places are not steps: what a trainer has accepted is for the place after the rec
 committed, always, and records compare by (epoch, step), which grows from place to place.
 
 Votes count per peer id, not per incarnation: a trainer that restarts with its disk is the same
-voter.
+voter. One that has lost its disk is not: it has forgotten what it promised. So every disk has an
+id, each trainer remembers with which disk the others vote, records name them, and a trainer with
+another disk than it is known by is no voter until a record that opens an epoch names it
+(`stranger`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from swarm.errors import WireError
 from swarm.terms import MAX_COUNTER, NO_TERM, Record, Term
 
 VOID_ATTEMPT = 0  # of the empty record; real attempts count from 1
+MAX_TRAINERS = 64
 COMPLETING = MAX_COUNTER  # the attempt under which a later leader completes an accepted record
 
 
@@ -50,11 +54,16 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """A trainer's durable state, as it also stands in a promise."""
+    """A trainer's durable state, as it also stands in a promise.
+
+    `voters`: who votes, and the id of the disk each is known to vote with (empty: not known yet).
+    No entry at all: the run's trainers, of whom nothing is known yet.
+    """
 
     promised: Term = NO_TERM
     committed: Record | None = None
     accepted: Acceptance | None = None
+    voters: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def next_step(self) -> int:
@@ -67,7 +76,12 @@ class Vote:
             key, record = self.accepted.key, self.accepted.record
             accepted = [list(key.term), key.step, key.attempt, record.pack() if record else b""]
         committed = self.committed.pack() if self.committed else b""
-        return {"promised": list(self.promised), "committed": committed, "accepted": accepted}
+        return {
+            "promised": list(self.promised),
+            "committed": committed,
+            "accepted": accepted,
+            "voters": dict(self.voters),
+        }
 
     @classmethod
     def unpack(cls, value: Mapping[str, Any]) -> Vote:
@@ -86,7 +100,17 @@ class Vote:
             Term.read(value.get("promised")),
             Record.unpack(committed) if committed else None,
             accepted,
+            _read_voters(value.get("voters", {})),
         )
+
+
+def _read_voters(value: object) -> dict[str, str]:
+    if not isinstance(value, dict) or len(value) > MAX_TRAINERS:
+        raise WireError("voters that make no sense")
+    for name, disk in value.items():
+        if not isinstance(name, str) or not isinstance(disk, str) or len(name) + len(disk) > 400:
+            raise WireError("voters that make no sense")
+    return dict(value)
 
 
 class Answer(NamedTuple):
@@ -101,7 +125,7 @@ def on_prepare(vote: Vote, term: Term) -> Answer:
     """A would-be leader asks for a promise. The vote in the answer must be durable first."""
     if term < vote.promised:
         return Answer(False, vote, f"term {vote.promised.counter} was promised")
-    return Answer(True, Vote(term, vote.committed, vote.accepted))
+    return Answer(True, replace(vote, promised=term))
 
 
 def on_accept(vote: Vote, key: Key, record: Record | None, predecessor: Record | None) -> Answer:
@@ -122,7 +146,8 @@ def on_accept(vote: Vote, key: Key, record: Record | None, predecessor: Record |
         return Answer(False, vote, f"another record of step {committed.step} is committed")
     if here and vote.accepted is not None and key < vote.accepted.key:
         return Answer(False, vote, "a later one is accepted")
-    return Answer(True, Vote(key.term, predecessor, Acceptance(key, record)))
+    learned = vote if predecessor is None else on_committed(vote, predecessor)
+    return Answer(True, replace(learned, promised=key.term, accepted=Acceptance(key, record)))
 
 
 def _place(committed: Record | None) -> tuple[int, int]:
@@ -146,7 +171,27 @@ def on_committed(vote: Vote, record: Record) -> Vote:
     """A record is known to be committed. What was accepted for its place or before is history."""
     if vote.committed is not None and vote.committed.position >= record.position:
         return vote
-    return Vote(vote.promised, record, None)
+    voters = vote.voters
+    if record.voters:
+        voters = {name: disk or voters.get(name, "") for name, disk in record.voters.items()}
+    return Vote(vote.promised, record, None, voters)
+
+
+def stranger(vote: Vote, trainer: str, disk: str) -> str:
+    """Why `trainer`, with the disk of this id, is no voter for us; empty if it is one."""
+    if vote.voters and trainer not in vote.voters:
+        return "it does not vote since the run was taken back without it"
+    if vote.voters.get(trainer) not in (None, "", disk):
+        return "it has lost the disk it voted with, and must not vote until a new epoch names it"
+    return ""
+
+
+def note_disk(vote: Vote, trainers: Sequence[str], trainer: str, disk: str) -> Vote:
+    """Remember with which disk a voter votes. Durable before its word counts."""
+    voters = dict(vote.voters) or dict.fromkeys(trainers, "")
+    if voters.get(trainer) != "":
+        return vote
+    return replace(vote, voters={**voters, trainer: disk})
 
 
 def is_majority(voters: Iterable[str], trainers: Sequence[str]) -> bool:

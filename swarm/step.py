@@ -82,10 +82,12 @@ class Step:
             self.done.add(index)
 
     def expel(self, replica: str, reason: str) -> list[int]:
-        """Void a replica's contribution to the step. Returns the microbatches to issue again."""
-        if self.active.pop(replica, None) is None:
-            return []
-        self.expelled[replica] = reason
+        """Void a replica's contribution to the step. Returns the microbatches to issue again.
+
+        One that does not take part is left as it is, but never stays on a route.
+        """
+        if self.active.pop(replica, None) is not None:
+            self.expelled[replica] = reason
         self.router.remove(replica)
         again = []
         for index, hops in enumerate(self.hops):
@@ -120,6 +122,10 @@ class Step:
 
     def issue(self, index: int, now: float, exclude: Sequence[str] = ()) -> Issue | None:
         """Draw the missing hops of a microbatch and open a new try. None: no such route now."""
+        for stage in range(self.num_stages):
+            for name in self.router.replicas(stage):
+                if self.active.get(name) != stage:  # it could be given work and never be voided
+                    self.router.remove(name)
         hops = self.hops[index]
         kept = {stage: name for stage, name in enumerate(hops) if name is not None}
         stages = range(self.num_stages)

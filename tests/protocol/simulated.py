@@ -20,7 +20,7 @@ from peer.disk import MemoryDisk
 from peer.leader import Leader, Plan, StepResult
 from peer.member import Member
 from peer.quorum import Quorum
-from peer.restoring import Saved
+from peer.restoring import Origin, Saved
 from peer.trainer import Trainer
 from swarm.averaging.all_reduce import GroupAllReduce
 from swarm.averaging.policy import ExactPolicy
@@ -120,6 +120,8 @@ class Swarm:
         every = self.checkpoint_every
         self.checkpoints = Checkpoints(every, self.num_stages) if every else None
         self.disks = {name: FullDisk() for name in self.trainer_ids}
+        self.order: Origin | None = None  # an operator's, to trainers that start from now on
+        self.say: Callable[[str], None] = lambda line: None  # what trainers tell people
         self.trainers: dict[str, Trainer[None]] = {}
         self.members: dict[str, Member] = {}
         self.leaving: dict[str, asyncio.Task[None]] = {}
@@ -180,7 +182,7 @@ class Swarm:
             heartbeat_s=self.heartbeat_s,
             silence_s=self.silence_s,
         )
-        quorum = Quorum(self.trainer_ids, name, self.disks[name])
+        quorum = Quorum(self.trainer_ids, name, self.disks[name], say=self.say)
         quorum.random.seed(f"{self.seed}/{incarnation}")
 
         def make_leader() -> Leader:
@@ -203,6 +205,8 @@ class Swarm:
             quorum,
             make_leader,
             lambda leader: self.lead(name, leader),
+            going_back_to=self.order,
+            accept_loss=self.order is not None,
             lease_s=self.leases.get(name, 5.0),
             seed=f"{self.seed}/{incarnation}",
         )

@@ -15,7 +15,7 @@ from peer.snapshots import Snapshot
 from tests.protocol.checkpoints import MemorySaved, snapshot_of
 from tests.protocol.faults import LEADER, Fault
 from tests.protocol.scenario import LIMIT_S, TRAINERS
-from tests.protocol.simulated import Swarm, baseline, plan
+from tests.protocol.simulated import FullDisk, Swarm, baseline, plan
 
 STEPS = 6
 ALONE = ("t0",)
@@ -40,6 +40,11 @@ class EpochSwarm(Swarm):
         self.epochs: list[tuple[int, int]] = []
         self.paused: list[int] = []
         self.deaths = self.leader_deaths = 0
+        self.gone: set[str] = set()  # trainers that never come back
+
+    def revive(self, name: str) -> None:
+        if name not in self.gone:
+            super().revive(name)
 
     def saved_of(self, name: str) -> Saved | None:
         return self.saved
@@ -201,6 +206,59 @@ def test_nobody_comes_and_the_run_waits() -> None:
     opened = [now for now, _, point, _ in swarm.events if point == "epoch"]
     assert swarm.paused == [1]
     assert opened[0] > 290.0
+
+
+def lose_disk(swarm: EpochSwarm, name: str, away_s: float = 1.0) -> None:
+    """The trainer dies with its disk and comes back as if it had never voted."""
+    swarm.kill_trainer(name, away_s)
+    swarm.disks[name] = FullDisk()
+
+
+def test_a_trainer_that_lost_its_disk_does_not_vote_and_the_others_go_on() -> None:
+    swarm = swarm_of(TRAINERS)
+    swarm.point, swarm.step = "forward", 3
+    lines: list[str] = []
+    swarm.say = lines.append
+    swarm.lose = lambda: lose_disk(swarm, "t0")  # type: ignore[method-assign]
+    run_exactly(swarm)
+    assert swarm.epochs == []
+    assert any("t0 does not count" in line for line in lines)
+    assert swarm.disks["t1"].vote.voters["t0"] != swarm.disks["t0"].id
+
+
+def test_a_new_epoch_names_the_new_disk() -> None:
+    """The trainer is back with an empty disk when a stage is lost: from then on it votes again."""
+    swarm = swarm_of(TRAINERS)
+    swarm.point, swarm.step = "forward", 3
+    lost = swarm.lose
+
+    def both() -> None:
+        lose_disk(swarm, "t2")
+        lost()
+
+    swarm.lose = both  # type: ignore[method-assign]
+    run_exactly(swarm)
+    assert swarm.epochs == [(1, 2)]
+    for name in TRAINERS:
+        assert swarm.disks[name].vote.voters["t2"] == swarm.disks["t2"].id
+
+
+def test_an_operator_goes_on_without_the_majority() -> None:
+    """Two of three trainers are gone for good; the third is told to accept that."""
+    swarm = swarm_of(TRAINERS)
+    swarm.point, swarm.step = "forward", 3
+
+    def two_are_gone() -> None:
+        swarm.gone = {"t0", "t1"}
+        origin = asyncio.ensure_future(swarm.saved.newest(swarm.disks["t2"].vote.committed))
+        origin.add_done_callback(lambda found: setattr(swarm, "order", found.result()))
+        for name in TRAINERS:
+            swarm.kill_trainer(name, 5.0)
+
+    swarm.lose = two_are_gone  # type: ignore[method-assign]
+    run_exactly(swarm)
+    assert swarm.epochs == [(1, 2)]
+    assert list(swarm.disks["t2"].vote.voters) == ["t2"]
 
 
 @pytest.mark.parametrize("first", range(0, 60, 20))

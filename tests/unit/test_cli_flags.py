@@ -18,8 +18,8 @@ from peer.cli import app, peer_app
 FLAGS = {
     "init": "PATH --debug",
     "id": "--debug",
-    "train": "RUN.toml --announce --debug --dir --identity --join --lan --listen --plain --report "
-    "--resume --steps",
+    "train": "RUN.toml --accept-loss --announce --debug --dir --identity --join --lan --listen "
+    "--plain --report --resume --steps",
     "up": "RUN.toml --debug --device --dir --peers --plain --report --resume --steps --threads "
     "--web",
     "demo": "--debug --dir --minutes --plain",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,10 +17,12 @@ from swarm.consensus import (
     Vote,
     is_majority,
     next_term,
+    note_disk,
     on_accept,
     on_committed,
     on_prepare,
     open_term,
+    stranger,
 )
 from swarm.errors import WireError
 from swarm.terms import MAX_COUNTER, NO_TERM, Ballot, Record, Term
@@ -272,3 +275,31 @@ def test_no_schedule_commits_two_records_in_one_place(block: int) -> None:
             error.add_note(f"seed {seed}")
             raise
     assert chosen > 400
+
+
+def test_a_trainer_with_another_disk_is_no_voter_until_an_epoch_names_it() -> None:
+    vote = note_disk(Vote(), TRAINERS, "a", "disk 1")
+    assert vote.voters == {"a": "disk 1", "b": "", "c": ""}
+    assert stranger(vote, "a", "disk 1") == ""
+    assert stranger(vote, "b", "any") == ""
+    assert "lost" in stranger(vote, "a", "disk 2")
+    assert note_disk(vote, TRAINERS, "a", "disk 2") is vote
+    named = replace(restored(3), voters={"a": "disk 2", "b": "disk 3", "c": ""})
+    after = on_committed(note_disk(vote, TRAINERS, "c", "disk 4"), named)
+    assert stranger(after, "a", "disk 2") == ""
+    assert after.voters["c"] == "disk 4"  # known here, not yet where the record was made
+    assert Vote.unpack(after.pack()) == after
+
+
+def test_who_is_left_out_of_an_epoch_votes_no_more() -> None:
+    vote = on_committed(Vote(), replace(restored(3), voters={"a": "disk 1"}))
+    assert "without it" in stranger(vote, "b", "disk 2")
+    assert not is_majority(["b", "c"], tuple(vote.voters))
+
+
+def test_voters_ride_in_every_record_so_whoever_missed_the_epoch_learns_them() -> None:
+    later = replace(record(4, Term(1, 3, "a#2")), voters={"a": "disk 2", "b": "", "c": ""})
+    key = Key(Term(1, 3, "a#2"), 5, 1)
+    answer = on_accept(Vote(voters={"a": "disk 1", "b": "", "c": ""}), key, None, later)
+    assert answer.yes
+    assert stranger(answer.vote, "a", "disk 2") == ""

@@ -129,3 +129,22 @@ def test_tries_and_attempts_never_repeat() -> None:
     assert numbers == [1, 2, 3]
     assert issue.try_ == 4
     assert [step.next_attempt(), step.next_attempt()] == [1, 2]
+
+
+def test_nobody_gets_work_who_does_not_take_part() -> None:
+    """The router outlives the step, and may know others."""
+    step = step_with("0.a", "1.a")
+    step.router.add("0.z", 0)
+    step.router.add("1.a", 1)
+    for index in step.waiting():
+        issue = step.issue(index, 0.0)
+        assert issue is not None
+        assert issue.route == ("0.a", "1.a")
+
+
+def test_expelling_one_who_does_not_take_part_leaves_no_hop_of_it() -> None:
+    step = step_with("0.a", "0.b", "1.a")
+    step.hops[2][0] = "0.z"
+    assert step.expel("0.z", "never was here") == [2]
+    assert step.expelled == {}
+    assert step.expel("0.z", "again") == []
