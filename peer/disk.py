@@ -10,7 +10,6 @@ import asyncio
 import fcntl
 import os
 import secrets
-from itertools import count
 from pathlib import Path
 from typing import Protocol
 
@@ -33,11 +32,8 @@ class VoteDisk(Protocol):
 class MemoryDisk:
     """For tests: outlives a simulated process, not this one."""
 
-    _ids = count()
-
-    def __init__(self) -> None:
-        self.vote = Vote()
-        self.id = f"memory {next(self._ids)}"
+    def __init__(self, disk_id: str = "first disk") -> None:
+        self.vote, self.id = Vote(), disk_id
 
     async def save(self, vote: Vote) -> None:
         self.vote = vote

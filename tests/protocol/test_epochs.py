@@ -211,7 +211,7 @@ def test_nobody_comes_and_the_run_waits() -> None:
 def lose_disk(swarm: EpochSwarm, name: str, away_s: float = 1.0) -> None:
     """The trainer dies with its disk and comes back as if it had never voted."""
     swarm.kill_trainer(name, away_s)
-    swarm.disks[name] = FullDisk()
+    swarm.disks[name] = FullDisk("other disk")
 
 
 def test_a_trainer_that_lost_its_disk_does_not_vote_and_the_others_go_on() -> None:
