@@ -119,7 +119,7 @@ class Struck(Swarm):
             loop.call_soon(self.kill, who)
         elif self.fault == "kill with the leader":
             loop.call_soon(self.kill, who)
-            loop.call_soon(self.kill_leader, 1.0)
+            loop.call_soon(self.kill_trainer, LEADER, 1.0)
         elif self.fault == "leave":  # what the first SIGTERM does
             self.departures.append(loop.create_task(self.depart(who)))
         elif self.fault == "cut":
