@@ -50,6 +50,7 @@ def simulate(
     costs = [need.cost for need in needs]
     alive, able = Reach(costs), Reach(costs)
     least_download = min(need.download_bytes for need in needs)
+    setbacks = _Setbacks(step)
     order = count()
     events: list[tuple[float, int, int, object]] = []
 
@@ -119,12 +120,10 @@ def simulate(
                     life.joins_s + least_download / life.link_bytes_per_s < life.leaves_s
                 ):
                     able.remove(life.speed)
-                busy = roster.throughput
                 gone = roster.remove(life.peer)
                 if gone is not None and gone.stages and not life.notice_s:
                     own = roster.rate(gone, gone.stages[0])
-                    in_step = (progress % step.microbatches) if step.microbatches else 0.0
-                    lost, back = _delay(roster, gone.stages[0], own, busy, step, in_step)
+                    lost, back = setbacks.died(roster, gone.stages[0], own, progress)
                     outcome.redone += lost
                     outcome.did(now, now, -back)
         if step.microbatches:
@@ -144,27 +143,46 @@ def with_overhead(rate: float, step: Step, fill_s: float) -> float:
 def pipeline_fill_s(roster: Roster, step: Step) -> float:
     """What a step takes beyond its flow: the first microbatch passes every stage once, by replicas
     of average speed, with two hops between stages; and the last ones do not come out even at the
-    slowest stage, half a microbatch of an average replica."""
+    slowest stage, about one microbatch of an average replica."""
     stages = [s for s in range(len(roster.needs)) if roster.present[s] > 0]
     if len(stages) < len(roster.needs):
         return 0.0
     alone = sum(roster.serving[s] / roster.present[s] for s in stages)
     slowest = min(stages, key=roster.present.__getitem__)
-    uneven = roster.serving[slowest] / roster.present[slowest] / 2
+    uneven = roster.serving[slowest] / roster.present[slowest]
     return alone + uneven + 2 * step.hop_s * (len(stages) - 1) - 1 / roster.throughput
 
 
-def _delay(
-    roster: Roster, stage: int, own: float, busy: float, step: Step, in_step: float
-) -> tuple[float, float]:
-    """What a replica that did `own` of its stage's rate had counted when it died, and how many
-    microbatches the swarm is set back because its stage computes that again. `busy`: the swarm's
-    rate before; `in_step`: microbatches of the step that are done."""
-    rate = roster.present[stage]
-    if not step.microbatches or busy <= 0 or rate <= 0:
-        return 0.0, 0.0
-    lost = in_step * own / (rate + own)
-    flow = roster.throughput
-    left = step.microbatches - in_step
-    late_s = (left + lost) / rate - left / flow if flow > 0 else lost / rate
-    return lost, max(0.0, late_s) * flow
+class _Setbacks:
+    """What deaths without notice cost the step they fall into.
+
+    Stages compute again what they lost at the same time, so a step is as late as the latest.
+    """
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        self.number = 0
+        self.lost: dict[int, float] = {}  # of this step, by stage
+        self.late_s = 0.0
+
+    def died(self, roster: Roster, stage: int, own: float, progress: float) -> tuple[float, float]:
+        """A replica that did `own` of its stage's rate has died, `progress` microbatches into the
+        run: how many it had counted, and by how many the swarm is set back."""
+        if not self.step.microbatches:
+            return 0.0, 0.0
+        number, in_step = divmod(progress, self.step.microbatches)
+        if number != self.number:
+            self.number, self.lost, self.late_s = int(number), {}, 0.0
+        rate, flow = roster.present[stage], roster.throughput
+        if rate <= 0:  # nobody is left: the stage begins the step anew
+            self.lost[stage] = in_step
+            return in_step, in_step
+        lost = in_step * own / (rate + own)
+        self.lost[stage] = self.lost.get(stage, 0.0) + lost
+        if flow <= 0:
+            return lost, 0.0
+        left = self.step.microbatches - in_step
+        late_s = (left + self.lost[stage]) / rate - left / flow
+        more_s = max(0.0, late_s - self.late_s)
+        self.late_s += more_s
+        return lost, more_s * flow

@@ -30,8 +30,8 @@ def constant(*speeds: float) -> list[Life]:
     return [Life(f"p{at:03}", 0.0, speed=speed) for at, speed in enumerate(speeds)]
 
 
-def churning(notice_s: float) -> list[Life]:
-    stays = exponential(random.Random(3), 5400.0, count=16, lifetime_s=1200.0, away_s=200.0)
+def churning(notice_s: float, lifetime_s: float = 1200.0) -> list[Life]:
+    stays = exponential(random.Random(3), 5400.0, count=16, lifetime_s=lifetime_s, away_s=200.0)
     return [
         Life(f"p{at:03}", since, until, notice_s, link_bytes_per_s=1.0)
         for at, (since, until) in enumerate(sorted(stays))
@@ -43,7 +43,7 @@ COMMON = {
     "one to spare": (needs(3), constant(*[1.0] * 13), Nothing(), 900.0),
     "speeds differ": (needs(3), constant(*[0.6, 1.0, 1.6] * 4), Nothing(), 900.0),
     "planner moves": (needs(3, 60), churning(60.0), Planner(30.0), 1800.0),
-    "deaths without notice": (needs(3, 60), churning(0.0), Planner(30.0), 1800.0),
+    "deaths without notice": (needs(3, 60), churning(0.0, 3600.0), Planner(30.0), 1800.0),
     "the paper's rule": (needs(3, 60), churning(60.0), PaperRule(60.0), 1800.0),
 }
 
