@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from peer.calls import count
 from peer.microbatches import MAX_FAILURES, RETRY_S
 from swarm.agreement import agree
+from swarm.averaging.plan import balanced_shares
 from swarm.errors import RefusedError, StageFailedError, StreamClosedError, WireError
 from swarm.names import brief
 from swarm.net.channel import CallFailedError
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MAX_NORMS = 1 << 20  # parameters in a stage
+RATE_FADES = 0.9
 MAX_SQUARED = 1e100  # float32 values cannot reach it
 
 
@@ -70,10 +73,13 @@ class Averaging:
     def __init__(self, leader: Leader) -> None:
         self.leader = leader
         self.owing: set[str] = set()  # asked, and not prepared yet
+        self._rates: dict[str, tuple[float, float]] = {}  # bytes/s sent and received, by member
         self._suspects: dict[str, int] = {}  # named by others in failed rounds of this step
 
     def begin(self) -> None:
         self._suspects.clear()
+        present = {member.incarnation for member in self.leader.members}
+        self._rates = {name: each for name, each in self._rates.items() if name in present}
 
     async def run(self, step: Step) -> Prepared | None:
         """One averaging attempt over all stages. None: aborted, and the step goes on."""
@@ -83,14 +89,13 @@ class Averaging:
         ballot = Ballot(leader.term, step.number, attempt)
         groups = step.groups()
         prepared = Prepared(groups, total(leader.microbatches.losses.values()))
-        calls = {
-            leader.tasks.spawn(self._order(group, member, ballot), f"average {member[-8:]}"): (
-                group.stage,
-                member,
-            )
-            for group in groups
-            for member in group.members
-        }
+        calls = {}
+        for group in groups:
+            shares = self._shares(group.members)
+            for member in group.members:
+                order = self._order(group, member, ballot, shares)
+                task = leader.tasks.spawn(order, f"average {member[-8:]}")
+                calls[task] = (group.stage, member)
         for _, member in calls.values():
             leader.watch.heard(member)
         failed = await self._gather(step, calls, prepared)
@@ -138,6 +143,7 @@ class Averaging:
                     continue
                 try:
                     prepared.note(stage, member, task.result())
+                    self._note_rates(member, task.result())
                 except (WireError, RefusedError) as disagreement:
                     failed.append((member, disagreement))
             for task in sorted(pending, key=lambda each: calls[each]):
@@ -147,7 +153,27 @@ class Averaging:
         self.owing = set()
         return failed
 
-    async def _order(self, group: Group, member: str, ballot: Ballot) -> Mapping[str, Any]:
+    def _shares(self, members: Sequence[str]) -> list[int] | None:
+        """How the members split the sums, by what their links have done; None: evenly."""
+        rates = [self._rates.get(member, (0.0, 0.0)) for member in members]
+        return balanced_shares(rates, *self.leader.plan.gradient_bytes)
+
+    def _note_rates(self, member: str, body: Mapping[str, Any]) -> None:
+        """A member's measured rates. A round shows at least what a link can do, so the best of
+        late counts, and fades. Raises WireError."""
+        rates = body.get("rates")
+        if not isinstance(rates, list) or len(rates) != 2:
+            raise WireError("an averaging answer that makes no sense")
+        sent, received = (count(rate) for rate in rates)
+        before = self._rates.get(member, (0.0, 0.0))
+        self._rates[member] = (
+            max(float(sent), before[0] * RATE_FADES),
+            max(float(received), before[1] * RATE_FADES),
+        )
+
+    async def _order(
+        self, group: Group, member: str, ballot: Ballot, shares: list[int] | None
+    ) -> Mapping[str, Any]:
         channel = self.leader.links.open_channel(member)
         if channel is None:
             raise StreamClosedError("no connection to it")
@@ -155,6 +181,7 @@ class Averaging:
             "ballot": [list(ballot.term), ballot.step, ballot.attempt],
             "members": list(group.members),
             "expected": group.ledgers[member],
+            "shares": shares,
         }
         return (await channel.call("average", body)).body
 

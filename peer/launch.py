@@ -17,6 +17,7 @@ import torch
 
 from peer.flags import check_device_name
 from peer.leader import Plan
+from swarm.averaging.plan import contribution_bytes
 from swarm.config import (
     RunConfig,
     with_data_hashes,
@@ -59,6 +60,10 @@ def plan_of(config: RunConfig) -> Plan:
         validation_every=config.validation.every,
         validation_microbatches=config.validation.microbatches,
         optimizer=config.optimizer,
+        gradient_bytes=(
+            contribution_bytes(64, config.update.accumulate, config.wire.gradients) / 64,
+            contribution_bytes(64, "float32", config.wire.gradients) / 64,
+        ),
     )
 
 

@@ -83,6 +83,7 @@ class Plan:
     validation_every: int = 0
     validation_microbatches: int = 0
     optimizer: OptimizerSettings | None = None  # so that states can be told from nonsense
+    gradient_bytes: tuple[float, float] = (8.0, 4.0)  # an element's contribution, and its sum
 
 
 @dataclass(slots=True)

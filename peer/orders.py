@@ -21,6 +21,7 @@ from torch import Tensor
 from peer.calls import count, names
 from peer.stage_server import StageServer
 from swarm.averaging.errors import RoundFailedError
+from swarm.averaging.plan import MAX_SHARE
 from swarm.averaging.policy import Update, UpdatePolicy
 from swarm.compute import Kind
 from swarm.errors import RefusedError, StageFailedError, SwarmError, WireError
@@ -58,6 +59,18 @@ class MoveOrder(NamedTuple):
     reason: str
     beside: bool
     memory_bytes: int  # of a replica there, as the leader estimates it
+
+
+def read_shares(value: object, num_members: int) -> list[int] | None:
+    """How an averaging order splits the work; None: evenly. Raises WireError."""
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != num_members:
+        raise WireError("shares that are not those of the members")
+    shares = [count(share) for share in value]
+    if not 0 < sum(shares) <= MAX_SHARE * num_members:
+        raise WireError("shares out of bounds")
+    return shares
 
 
 class Orders:
@@ -184,6 +197,7 @@ class Orders:
         expected = body.get("expected")
         if not isinstance(expected, list):
             raise WireError("an averaging order without a ledger")
+        shares = read_shares(body.get("shares"), len(members))
         ledger = self.server.ledger
         if ballot.step == ledger.step + 1:
             await self.server.commit_of(ledger.step)
@@ -196,7 +210,7 @@ class Orders:
             if self._round is None or self._round_ballot != ballot:
                 self._stop_round()
                 self._round_ballot = ballot
-                self._round = self.server.tasks.spawn(self._prepare(ballot, members))
+                self._round = self.server.tasks.spawn(self._prepare(ballot, members, shares))
             try:
                 await asyncio.shield(self._round)
             except asyncio.CancelledError:
@@ -213,10 +227,13 @@ class Orders:
                 "norms": facts.squared_norms,
                 "finite": facts.finite,
                 "fingerprint": prepared.mark,
+                "rates": list(prepared.update.rates),
             }
         )
 
-    async def _prepare(self, ballot: Ballot, members: Sequence[str]) -> Prepared:
+    async def _prepare(
+        self, ballot: Ballot, members: Sequence[str], shares: Sequence[int] | None
+    ) -> Prepared:
         server, term = self.server, ballot.term
         server.probe("average", step=ballot.step)
         place = f"{server.stage}/{ballot.step}/{ballot.attempt}"
@@ -229,7 +246,9 @@ class Orders:
             what = "its state has changed since the last commit"
             raise CallFailedError("refused", what, diverged=True)
         try:
-            update = await self.policy.prepare(round_id, members, server.state, server.compute)
+            update = await self.policy.prepare(
+                round_id, members, server.state, server.compute, shares
+            )
         except RoundFailedError as error:
             raise CallFailedError("failed", error.message, suspect=error.peer) from None
         self.prepared = Prepared(ballot, update, mark)

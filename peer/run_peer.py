@@ -235,7 +235,7 @@ class PeerProcess:
                 own,
                 pipeline,
                 compute,
-                ExactPolicy(reducer),
+                ExactPolicy(reducer, config.wire.gradients),
                 config.optimizer,
                 trainers,
                 find_leader,

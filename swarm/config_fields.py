@@ -324,9 +324,10 @@ class WireSection(Section):
         description="How int8 and int4 round between stages; stochastic draws are the same "
         "whenever a microbatch is repeated.",
     )
-    gradients: Literal["float32"] = Field(
+    gradients: Literal["float32", "float16", "bfloat16", "int8"] = Field(
         default="float32",
-        description="Codec of parameter gradients when replicas are averaged; others come later.",
+        description="Codec of parameter gradients when replicas are averaged. float32 loses "
+        "nothing: sums are sent as float32, what is added up as update.accumulate.",
     )
 
 

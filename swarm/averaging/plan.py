@@ -7,19 +7,25 @@ of integers only: no float may decide a boundary.
 Each member owns one contiguous part and sums it for all (reduce-scatter), so a member receives
 (n-1)/n of its own size and sends as much, whatever n: the butterfly of hivemind and Moshpit
 (Ryabinin et al. 2021), within one group. `shares` makes parts unequal, for members with unequal
-links; 0 makes a member that sums nothing.
+links; 0 makes a member that sums nothing. `balanced_shares` finds them from measured rates: it is
+the leader's, who sends the integers it comes to, so its floats decide nothing at two places.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+
+from swarm.wire.codecs import codec_names, get_codec
 
 CHUNK_ELEMENTS = 64 * 1024  # 512 KiB of float64 on the way in, 256 KiB of float32 on the way out
 ALIGN_ELEMENTS = 16  # parts begin on 64-byte boundaries of the float32 result
 ACCUMULATE_BYTES = {"float64": 8, "float32": 4}
+EXACT = "float32"  # the codec that sends contributions as they are, and sums as float32
+SHARE_UNITS = 1024
+MAX_SHARE = 1 << 20
 MAX_MEMBERS = 1024
 
 
@@ -47,6 +53,15 @@ class Plan:
     accumulate: str
     bounds: tuple[int, ...]
     chunk_elements: int
+    codec: str = EXACT
+
+    def contribution_bytes(self, num_elements: int) -> int:
+        """Bytes of one chunk on its way to the owner of its part."""
+        return contribution_bytes(num_elements, self.accumulate, self.codec)
+
+    def sum_bytes(self, num_elements: int) -> int:
+        """Bytes of one chunk's sums on their way back."""
+        return contribution_bytes(num_elements, "float32", self.codec)
 
     def part(self, member: int) -> Chunk:
         return Chunk(self.bounds[member], self.bounds[member + 1])
@@ -62,9 +77,13 @@ class Plan:
 
     def sent_bytes(self, member: int) -> int:
         """Tensor bytes that this member sends in one round, contributions and results."""
-        others = len(self.members) - 1
-        own = self.part(member).num_elements
-        return (self.num_elements - own) * ACCUMULATE_BYTES[self.accumulate] + own * others * 4
+        others = [owner for owner in range(len(self.members)) if owner != member]
+        given = sum(self._bytes_of_part(owner, self.contribution_bytes) for owner in others)
+        return given + self._bytes_of_part(member, self.sum_bytes) * len(others)
+
+    def _bytes_of_part(self, owner: int, bytes_of_chunk: Callable[[int], int]) -> int:
+        whole, rest = divmod(self.part(owner).num_elements, self.chunk_elements)
+        return whole * bytes_of_chunk(self.chunk_elements) + bytes_of_chunk(rest)
 
     def digest(self) -> str:
         """sha256 over all of it: equal digests, equal plans."""
@@ -74,6 +93,7 @@ class Plan:
             self.accumulate,
             list(self.bounds),
             self.chunk_elements,
+            self.codec,
         ]
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
@@ -98,6 +118,7 @@ def make_plan(
     *,
     shares: Sequence[int] | None = None,
     chunk_elements: int = CHUNK_ELEMENTS,
+    codec: str = EXACT,
 ) -> Plan:
     """The plan of one round; equal parts without `shares`. ValueError for what makes no plan."""
     if list(members) != sorted(set(members)) or not 1 <= len(members) <= MAX_MEMBERS:
@@ -111,4 +132,74 @@ def make_plan(
     if len(shares) != len(members):
         raise ValueError(f"{len(shares)} shares for {len(members)} members")
     bounds = split(num_elements, shares)
-    return Plan(tuple(members), num_elements, accumulate, bounds, chunk_elements)
+    if codec not in codec_names():
+        raise ValueError(f"no codec is called {codec!r}")
+    return Plan(tuple(members), num_elements, accumulate, bounds, chunk_elements, codec)
+
+
+def contribution_bytes(num_elements: int, accumulate: str, codec: str) -> int:
+    """Bytes of `num_elements` values of a float dtype; exact for codecs that do not compress."""
+    if codec == EXACT:
+        return num_elements * ACCUMULATE_BYTES[accumulate]
+    return get_codec(codec).nbytes_bounds("float32", num_elements)[0]
+
+
+def balanced_shares(
+    rates: Sequence[tuple[float, float]], contribution: float, result: float
+) -> list[int] | None:
+    """Shares with which the slowest link takes least time; None when nothing is to be gained.
+
+    `rates` are (sent, received) bytes per second of each member, all positive; `contribution` and
+    `result` the bytes of one element on its way to the owner and back. With the part w of all, one
+    of n members sends (1 - w) contribution + w (n - 1) result per element, and receives
+    (1 - w) result + w (n - 1) contribution. For a given time each member thus has an interval of
+    feasible w, and the least time at which these can add up to 1 is found by bisection.
+    """
+    others = len(rates) - 1
+    if others < 1 or min(min(pair) for pair in rates) <= 0:
+        return None
+    fastest = (max(sent for sent, _ in rates), max(received for _, received in rates))
+    bounded = [(max(s, fastest[0] / 64), max(r, fastest[1] / 64)) for s, r in rates]
+
+    def interval(rate: tuple[float, float], time: float) -> tuple[float, float]:
+        low, high = 0.0, 1.0
+        for speed, fixed, owned in (
+            (rate[0], contribution, others * result),
+            (rate[1], result, others * contribution),
+        ):
+            room, slope = time * speed - fixed, owned - fixed
+            if slope > 0:
+                high = min(high, room / slope)
+            elif slope < 0:
+                low = max(low, room / slope)
+            elif room < 0:
+                high = -1.0
+        return low, high
+
+    def feasible(time: float) -> list[tuple[float, float]] | None:
+        found = [interval(rate, time) for rate in bounded]
+        if any(low > high for low, high in found):
+            return None
+        enough = sum(low for low, _ in found) <= 1.0 <= sum(high for _, high in found)
+        return found if enough else None
+
+    even = 1.0 / len(rates)
+    longest = max(
+        (even * others * b + (1 - even) * a) / speed
+        for rate in bounded
+        for speed, a, b in ((rate[0], contribution, result), (rate[1], result, contribution))
+    )
+    shortest, best = 0.0, longest
+    for _ in range(50):
+        middle = (shortest + best) / 2
+        if feasible(middle):
+            best = middle
+        else:
+            shortest = middle
+    found = feasible(best)
+    if found is None or best > 0.95 * longest:
+        return None
+    room = sum(high - low for low, high in found)
+    rest = 1.0 - sum(low for low, _ in found)
+    weights = [low + (high - low) * (rest / room if room else 0.0) for low, high in found]
+    return [max(0, round(weight * SHARE_UNITS)) for weight in weights]

@@ -12,12 +12,14 @@ so an aborted attempt costs its time and nothing else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from swarm.averaging.plan import EXACT
+from swarm.averaging.round import Rates
 from swarm.compute import Compute, Kind
 from swarm.stage_state import GradientFacts, StageState
 
@@ -26,8 +28,15 @@ class Reducer(Protocol):
     """The group all-reduce, `GroupAllReduce` or a stand-in."""
 
     async def all_reduce(
-        self, round_id: str, members: Sequence[str], local: Tensor, out: Tensor
-    ) -> None: ...
+        self,
+        round_id: str,
+        members: Sequence[str],
+        local: Tensor,
+        out: Tensor,
+        *,
+        shares: Sequence[int] | None = None,
+        codec: str = EXACT,
+    ) -> Rates: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,6 +45,7 @@ class Update:
 
     gradient: Tensor  # flat float32, on the state's device
     facts: GradientFacts
+    rates: Rates = field(default_factory=Rates)
 
 
 class UpdatePolicy(Protocol):
@@ -46,37 +56,53 @@ class UpdatePolicy(Protocol):
     cost_of_a_death: str
 
     async def prepare(
-        self, round_id: str, members: Sequence[str], state: StageState, compute: Compute
+        self,
+        round_id: str,
+        members: Sequence[str],
+        state: StageState,
+        compute: Compute,
+        shares: Sequence[int] | None = None,
     ) -> Update:
-        """Agree with `members` on the update. Raises RoundFailedError; changes nothing."""
+        """Agree with `members`, who sum parts in proportion to `shares`, on the update.
+
+        Raises RoundFailedError; changes nothing.
+        """
 
     def apply(self, state: StageState, update: Update, *, lr: float, scale: float) -> None:
         """Make the committed update real. Blocking; belongs on the compute thread."""
 
 
 class ExactPolicy:
-    """The gradient of the step, summed over the group in the accumulator's dtype, rounded once."""
+    """The gradient of the step, summed over the group in the accumulator's dtype, rounded once;
+    on the wire in `codec`, float32 meaning without loss."""
 
     name = "exact"
     unit = "one step"
     cost_of_a_death = "computing again what the dead replica had counted in that step"
 
-    def __init__(self, reducer: Reducer) -> None:
-        self._reducer = reducer
+    def __init__(self, reducer: Reducer, codec: str = EXACT) -> None:
+        self._reducer, self._codec = reducer, codec
 
     async def prepare(
-        self, round_id: str, members: Sequence[str], state: StageState, compute: Compute
+        self,
+        round_id: str,
+        members: Sequence[str],
+        state: StageState,
+        compute: Compute,
+        shares: Sequence[int] | None = None,
     ) -> Update:
         accumulator = state.accumulator
         if accumulator.device.type != "cpu":
             accumulator = (await compute.run(Kind.UPDATE, accumulator.cpu)).value
         averaged = torch.empty(accumulator.numel(), dtype=torch.float32)
-        await self._reducer.all_reduce(round_id, members, accumulator, averaged)
+        rates = await self._reducer.all_reduce(
+            round_id, members, accumulator, averaged, shares=shares, codec=self._codec
+        )
 
         def finish() -> Update:
             # facts from the bytes on the CPU: equal at all members whatever their devices
             facts = GradientFacts.of(state.layout, averaged)
-            return Update(averaged.to(state.device), facts)
+            return Update(averaged.to(state.device), facts, rates)
 
         return (await compute.run(Kind.UPDATE, finish)).value
 

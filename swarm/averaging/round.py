@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-from collections.abc import Awaitable, Callable, Coroutine
+import math
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from swarm.averaging.errors import RoundFailedError
-from swarm.averaging.plan import Chunk, Plan
-from swarm.averaging.sums import sum_rounded
+from swarm.averaging.plan import EXACT, Chunk, Plan
+from swarm.averaging.sums import decode_chunk, encode_chunk, sum_rounded
 from swarm.errors import StreamClosedError, TransportError, WireError
 from swarm.net.transport import Buffer, Stream
 from swarm.tasks import TaskSet
@@ -22,6 +23,8 @@ from swarm.wire.frames import check_no_tensors, encode_frame, read_frame
 _SUM, _NOTICE = b"\x01", b"\x00"
 MAX_NOTICE_BYTES = 4096
 _MAX_REASON = 300
+MIN_MEASURED_BYTES = 1 << 18
+MAX_RATE = 1 << 39
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,32 @@ class Limits:
     window: int = 4  # chunks per peer that have come in and wait for those of others
     max_parked: int = 64  # streams of rounds not started here
     max_parked_per_peer: int = 4
+
+
+class Rates(NamedTuple):
+    """Bytes per second of one member in one round, 0 where it was too short to tell. A link is
+    seldom all that a round waits for, so these are what it can do at least."""
+
+    sent: int = 0
+    received: int = 0
+
+
+class _Meter:
+    """Bytes that crossed in one direction, from the beginning of the first to the end of the
+    last."""
+
+    def __init__(self) -> None:
+        self._bytes, self._first, self._last = 0, math.inf, 0.0
+
+    def add(self, num_bytes: int, began: float, ended: float) -> None:
+        self._bytes += num_bytes
+        self._first, self._last = min(self._first, began), max(self._last, ended)
+
+    def rate(self) -> int:
+        seconds = self._last - self._first
+        if self._bytes < MIN_MEASURED_BYTES or not 0 < seconds < math.inf:
+            return 0
+        return min(int(self._bytes / seconds), MAX_RATE)
 
 
 class _Count:
@@ -113,6 +142,9 @@ class Round:
         self.index = plan.members.index(me)
         self._data, self._result = data, result
         self._dtype = np.dtype(plan.accumulate)
+        self._coded = plan.codec != EXACT
+        self._sums: list[Buffer] = []  # of my part, encoded, chunk by chunk
+        self._out_meter, self._in_meter = _Meter(), _Meter()
         self._num_chunks = plan.num_chunks(self.index)
         self._links = {m: _Link(i, m) for i, m in enumerate(plan.members) if m != me}
         self._num_reduced = _Count()
@@ -152,7 +184,24 @@ class Round:
             await self._tasks.aclose()
             await self._replies.aclose()
             self._data = self._result = memoryview(b"")
+            self._sums.clear()
             self.ended.set()
+
+    def rates(self) -> Rates:
+        """How fast this member sent and received in this round."""
+        return Rates(self._out_meter.rate(), self._in_meter.rate())
+
+    async def _send(self, stream: Stream, parts: Sequence[Buffer]) -> None:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        await stream.send(parts)
+        self._out_meter.add(sum(len(part) for part in parts), began, clock())
+
+    async def _take(self, stream: Stream, buffer: memoryview) -> None:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        await stream.receive_into(buffer)
+        self._in_meter.add(len(buffer), began, clock())
 
     def fail(self, error: RoundFailedError) -> None:
         """End the round here; the first reason is the one that counts."""
@@ -179,8 +228,8 @@ class Round:
             await refuse(stream, what, link.member, self.limits)
             return
         link.incoming = stream
-        size = (min(self.limits.window, self._num_chunks), min(part, self.plan.chunk_elements))
-        link.buffers = np.empty(size, self._dtype)
+        largest = self.plan.contribution_bytes(min(part, self.plan.chunk_elements))
+        link.buffers = np.empty((min(self.limits.window, self._num_chunks), largest), np.uint8)
         receive = self._spawn(link, self._receive(link, stream))
         reply = link.reply = self._spawn(link, self._reply(link, stream), self._replies)
         try:
@@ -206,7 +255,12 @@ class Round:
         self._spawn(link, self._collect(link, stream))
         await stream.send(encode_frame(header))
         for chunk in self.plan.chunks(link.index):
-            await stream.send([_bytes_of(self._data, chunk, self._dtype.itemsize)])
+            mine = _bytes_of(self._data, chunk, self._dtype.itemsize)
+            if self._coded:
+                values = np.frombuffer(mine, self._dtype)
+                await self._send(stream, [encode_chunk(values, self.plan.codec)])
+            else:
+                await self._send(stream, [mine])
             link.num_sent += 1
         link.contributed = True
         self._check_done()
@@ -218,7 +272,14 @@ class Round:
                 raise await self._read_notice(link, stream)
             if status != _SUM:
                 raise WireError(f"status byte {status!r}")
-            await stream.receive_into(_bytes_of(self._result, chunk, 4))
+            out = _bytes_of(self._result, chunk, 4)
+            if self._coded:
+                data = bytearray(self.plan.sum_bytes(chunk.num_elements))
+                await self._take(stream, memoryview(data))
+                values = decode_chunk(data, chunk.num_elements, self.plan.codec)
+                np.frombuffer(out, np.float32)[:] = values
+            else:
+                await self._take(stream, out)
         link.collected = True
         self._check_done()
         try:  # it may still give up, because of another member
@@ -235,8 +296,8 @@ class Round:
         window = len(link.buffers)
         for number, chunk in enumerate(self.plan.chunks(self.index)):
             await self._num_reduced.reach(number + 1 - window)
-            buffer = link.buffers[number % window, : chunk.num_elements]
-            await stream.receive_into(buffer.data.cast("B"))
+            size = self.plan.contribution_bytes(chunk.num_elements)
+            await self._take(stream, link.buffers[number % window, :size].data)
             link.num_in.advance()
 
     async def _reply(self, link: _Link, stream: Stream) -> None:
@@ -244,7 +305,8 @@ class Round:
             await self._num_reduced.reach(number + 1)
             if self.failure is not None:
                 break
-            await stream.send([_SUM, _bytes_of(self._result, chunk, 4)])
+            sums = self._sums[number] if self._coded else _bytes_of(self._result, chunk, 4)
+            await self._send(stream, [_SUM, sums])
             link.num_sent += 1
         else:
             link.replied = True
@@ -264,14 +326,26 @@ class Round:
             for link in self._links.values():
                 await link.num_in.reach(number + 1)
             terms = [
-                self._links[member].buffers[number % window, : chunk.num_elements]
+                self._contribution(self._links[member], number % window, chunk)
                 if member != self.me
                 else mine[chunk.start : chunk.stop]
                 for member in self.plan.members
             ]
-            sum_rounded(terms, work[: chunk.num_elements], out[chunk.start : chunk.stop])
+            part = out[chunk.start : chunk.stop]
+            sum_rounded(terms, work[: chunk.num_elements], part)
+            if self._coded:  # I take what the others decode
+                data = encode_chunk(part, self.plan.codec)
+                self._sums.append(data)
+                part[:] = decode_chunk(data, chunk.num_elements, self.plan.codec)
             self._num_reduced.advance()
             await asyncio.sleep(0)  # a turn for everything else in this process
+
+    def _contribution(self, link: _Link, slot: int, chunk: Chunk) -> np.ndarray:
+        """What a member gave for a chunk, in the accumulator's dtype."""
+        data = link.buffers[slot, : self.plan.contribution_bytes(chunk.num_elements)]
+        if not self._coded:
+            return data.view(self._dtype)
+        return decode_chunk(data.data, chunk.num_elements, self.plan.codec).astype(self._dtype)
 
     # How a round ends
 

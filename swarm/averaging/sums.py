@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from swarm.wire.codecs import Buffer, TensorMeta, WireTensor, decode, encode
+
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 _PIECE = 1 << 18
 
@@ -42,6 +44,18 @@ def sum_rounded(terms: Sequence[np.ndarray], work: np.ndarray, out: np.ndarray) 
         for term in terms[2:]:
             np.add(work, term, out=work)
         np.copyto(out, work, casting="same_kind")
+
+
+def encode_chunk(values: np.ndarray, codec: str) -> Buffer:
+    """The bytes of a chunk of float64 or float32 values, by way of float32."""
+    return encode(torch.from_numpy(values).to(torch.float32), codec).data
+
+
+def decode_chunk(data: Buffer, num_elements: int, codec: str) -> np.ndarray:
+    """Fresh float32 values. Raises WireError if the bytes are not those of that many."""
+    meta = TensorMeta("float32", (num_elements,), codec, len(data))
+    decoded: np.ndarray = decode(WireTensor(meta, data)).numpy()
+    return decoded
 
 
 async def round_alone(local: Tensor, out: Tensor) -> None:

@@ -101,6 +101,7 @@ class Swarm:
     kept_bytes: int = 1 << 30
     codecs: BoundaryCodecs = LOSSLESS
     heartbeat_s: float = 1.0
+    gradients: str = "float32"
     silence_s: float = 5.0
     speed: Mapping[str, float] = field(default_factory=dict)
     latency_s: float = 0.001
@@ -259,7 +260,7 @@ class Swarm:
             links,
             self.pipeline,
             compute,
-            ExactPolicy(reducer),
+            ExactPolicy(reducer, self.gradients),
             OPTIMIZER,
             self.trainer_ids,
             find_leader,

@@ -82,6 +82,17 @@ def test_what_is_rounded_does_not_depend_on_replicas_or_failures(seed: int | Non
     assert Swarm(codecs=replace(codecs, seed=6)).run()["sha256"] != alone
 
 
+@pytest.mark.parametrize("codec", ["float16", "bfloat16", "int8"])
+def test_gradient_codecs_train_and_replicas_stay_equal(codec: str) -> None:
+    """I5 with rounded gradients: the fingerprints of twins are compared at every commit."""
+    _, results = baseline()
+    swarm = Swarm(gradients=codec, faults=[Fault("counted", "kill", replica="r1.1")])
+    swarm.run()
+    assert swarm.fired
+    losses = [result.loss for result in swarm.results]
+    assert losses == pytest.approx([result.loss for result in results], rel=2e-2)
+
+
 def test_float32_accumulators_are_close() -> None:
     exact, close = Swarm(), Swarm(accumulate="float32")
     parameters = []

@@ -26,7 +26,7 @@ from tests.protocol.simulated import LEADER, OPTIMIZER, TinyBatches, plan, share
 KEYS = (
     *("sha256", "norms", "finite", "fingerprint", "fenced", "reason", "step", "stage"),
     *("sent_bytes", "raw_bytes", "counted", "losses", "loss", "timings", "hashes", "silent_s"),
-    *("updating", "phase", "tensors", "record", "updates", "vote"),
+    *("updating", "phase", "tensors", "record", "updates", "vote", "returned_bytes", "rates"),
 )
 leaves = (
     st.none()

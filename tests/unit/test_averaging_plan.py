@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.averaging.plan import make_plan, split
+from swarm.averaging.plan import balanced_shares, make_plan, split
 
 
 @given(st.integers(0, 10_000), st.lists(st.integers(0, 9), min_size=1, max_size=7), st.data())
@@ -47,6 +47,7 @@ def test_digest_tells_plans_apart() -> None:
         make_plan(["a", "b"], 100, "float32"),
         make_plan(["a", "b"], 100, "float64", shares=[1, 2]),
         make_plan(["a", "b"], 100, "float64", chunk_elements=7),
+        make_plan(["a", "b"], 100, "float64", codec="int8"),
     ]
     assert len({plan.digest() for plan in plans}) == len(plans)
 
@@ -66,3 +67,47 @@ def test_digest_tells_plans_apart() -> None:
 def test_what_is_no_plan(members: list[str], accumulate: str, shares: list[int] | None) -> None:
     with pytest.raises(ValueError, match=r"members|accumulate|shares"):
         make_plan(members, 10, accumulate, shares=shares)
+
+
+def times(
+    shares: list[int], rates: list[tuple[float, float]], contribution: float, result: float
+) -> float:
+    """Seconds per element of the slowest direction of any member."""
+    others, total = len(rates) - 1, sum(shares)
+    found = []
+    for share, (sent, received) in zip(shares, rates, strict=True):
+        own = share / total
+        found.append(((1 - own) * contribution + own * others * result) / sent)
+        found.append(((1 - own) * result + own * others * contribution) / received)
+    return max(found)
+
+
+def test_even_links_are_left_alone() -> None:
+    assert balanced_shares([(5.0, 9.0)] * 4, 8, 4) is None
+    assert balanced_shares([(5.0, 9.0), (0.0, 0.0)], 8, 4) is None
+    assert balanced_shares([(5.0, 9.0)], 8, 4) is None
+
+
+def test_the_slow_link_sums_less() -> None:
+    rates = [(2.5e6, 12.5e6)] * 3 + [(0.6e6, 2.5e6)]
+    shares = balanced_shares(rates, 4, 4)
+    assert shares is not None
+    assert shares[3] < shares[0] == shares[1] == shares[2]
+    assert times(shares, rates, 4, 4) < 0.75 * times([1] * 4, rates, 4, 4)
+
+
+@given(
+    st.lists(st.tuples(st.floats(1.0, 1e9), st.floats(1.0, 1e9)), min_size=2, max_size=8),
+    st.sampled_from([(8.0, 4.0), (4.0, 4.0), (1.03, 1.03)]),
+)
+def test_shares_never_make_it_slower(
+    rates: list[tuple[float, float]], sizes: tuple[float, float]
+) -> None:
+    shares = balanced_shares(rates, *sizes)
+    if shares is None:
+        return
+    fastest = tuple(max(each) for each in zip(*rates, strict=True))
+    bounded = [(max(s, fastest[0] / 64), max(r, fastest[1] / 64)) for s, r in rates]
+    assert all(0 <= share <= 1024 for share in shares)
+    assert times(shares, bounded, *sizes) <= 1.02 * times([1] * len(rates), bounded, *sizes)
+    split(1000, shares)

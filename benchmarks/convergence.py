@@ -1,0 +1,272 @@
+"""Convergence: what codecs between stages and the subspace cost in loss, in paired runs.
+
+One process trains the stages of a run one after another, and sends what crosses their boundaries
+through the very code that a replica uses (`BoundaryCodecs`, `decode`, `StageState`). So a run here
+ends with the sha256 of a swarm of that run.toml, which is written beside each result:
+
+    swarm up DIR/NAME.toml --threads T --peers "0:1,1:1,2:1"
+
+Runs are paired: a seed gives all settings the same first weights (where shapes agree) and the same
+data. The gap is of the mean loss over the same validation tokens, against `exact` of equal hidden
+size and seed; the table shows the mean and the largest of the seeds.
+
+A run is kept in DIR once it has finished, and not made again: end the program at any time and start
+it anew. A byte-level Llama of 6 layers in 3 stages; 1.2 M parameters at hidden 128.
+
+    python benchmarks/convergence.py DIR [--all] [--seeds 3] [--settings exact,int8] [--hidden 128]
+
+Settings: `exact`; codecs for both directions (`bfloat16`, `int8`, `int4`, …, or FORWARD/BACKWARD as
+`int4/int8`); any of these with `~` at the end rounds stochastically; `subspace-K`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from _helpers import print_results, result
+from torch import Tensor
+
+from peer.launch import plan_of
+from swarm.config import RunConfig, parse_config
+from swarm.config_text import DEMO_MODEL
+from swarm.data import build_dataset
+from swarm.model import build_pipeline, model_sha256
+from swarm.optim import clip_scale
+from swarm.stage_state import GradientFacts, Graph, StageState, rounded
+from swarm.wire.boundaries import BACKWARD, FORWARD, BoundaryCodecs
+from swarm.wire.codecs import WireTensor, decode
+
+STAGES, SEQUENCE, SIZE, MICROBATCHES = 3, 128, 4, 8
+STEP_TOKENS = SEQUENCE * SIZE * MICROBATCHES
+SUBSPACES, HIDDEN = ("subspace-8", "subspace-16", "subspace-32", "subspace-64"), (128, 256, 384)
+GOALS = {"int8": 0.005, "int4": 0.01, "subspace-32": 0.02}  # at hidden 128
+SHORT = ("exact", "int8", "int4", "subspace-32")
+CODECS = ("bfloat16", "int8", "int4", "int8~", "int4~", "int4/int8")
+
+
+def sections(setting: str, hidden: int, seed: int, steps: int, lr: float) -> dict[str, Any]:
+    """The run.toml of one run. ValueError or ConfigError for a setting that there is not."""
+    model: dict[str, Any] = {"stages": STAGES}
+    wire: dict[str, Any] = {}
+    if setting.startswith("subspace-"):
+        model["subspace"] = int(setting.removeprefix("subspace-"))
+    elif setting != "exact":
+        forward, _, backward = setting.removesuffix("~").partition("/")
+        wire = {"forward": forward, "backward": backward or forward}
+        wire["rounding"] = "stochastic" if setting.endswith("~") else "nearest"
+    sizes = {"hidden_size": hidden, "intermediate_size": hidden * 5 // 2}
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), hidden // 32)
+    return {
+        "run": {"name": f"convergence {setting}", "seed": seed},
+        "model": {**model, "config": {**DEMO_MODEL, **sizes, **heads}},
+        "data": {"source": "stdlib", "sequence": SEQUENCE},
+        "batch": {"microbatches": MICROBATCHES, "microbatch_size": SIZE},
+        "optimizer": {"lr": lr},
+        "schedule": {"kind": "cosine", "warmup_steps": min(50, steps), "steps": steps},
+        "wire": wire,
+    }
+
+
+def toml(tables: Mapping[str, Mapping[str, Any]], prefix: str = "") -> str:
+    """Nested plain values as a TOML file."""
+    lines = []
+    for name, table in tables.items():
+        lines.append(f"[{prefix}{name}]")
+        inner = {key: value for key, value in table.items() if isinstance(value, dict)}
+        lines += [f"{k} = {json.dumps(v)}" for k, v in table.items() if k not in inner]
+        lines.append(toml(inner, f"{prefix}{name}."))
+    return "\n".join(lines)
+
+
+class Chain:
+    """All stages of a run in one process, with the wire between them."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.config, self.plan = config, plan_of(config)
+        self.pipeline, self.data = build_pipeline(config), build_dataset(config)
+        self.codecs = BoundaryCodecs.of(config)
+        self.states = [
+            StageState(
+                self.pipeline.build_stage(stage),
+                config.optimizer,
+                accumulate=config.update.accumulate,
+            )
+            for stage in range(self.pipeline.num_stages)
+        ]
+        self.wire_bytes = {FORWARD: 0, BACKWARD: 0}
+
+    def step(self, step: int) -> float:
+        """Train one step; the loss."""
+        plan, losses = self.plan, []
+        batches = [self.data.batch(step, index) for index in range(plan.num_microbatches)]
+        divisor = float(sum(self.pipeline.weight(batch) for batch in batches))
+        for index, batch in enumerate(batches):
+            losses.append(self._microbatch(step, index, _tensors(batch), divisor))
+        gradients = [rounded(state.accumulator) for state in self.states]
+        facts = [
+            GradientFacts.of(state.layout, gradient)
+            for state, gradient in zip(self.states, gradients, strict=True)
+        ]
+        if not all(each.finite for each in facts):
+            raise SystemExit(f"step {step}: a gradient is not finite")
+        norm = math.sqrt(math.fsum(n for each in facts for n in each.squared_norms))
+        scale = clip_scale(norm, plan.clip_norm)
+        for state, gradient in zip(self.states, gradients, strict=True):
+            state.apply(gradient, lr=plan.lr(step), scale=scale)
+        return math.fsum(losses)
+
+    def _microbatch(
+        self, step: int, index: int, batch: Mapping[str, Tensor], divisor: float
+    ) -> float:
+        graphs: list[Graph] = []
+        between: Sequence[Tensor] = ()
+        last = len(self.states) - 1
+        for stage, state in enumerate(self.states):
+            graph = state.forward(step, index, between, batch, divisor if stage == last else None)
+            graphs.append(graph)
+            if stage < last:
+                sent = self.codecs.encode(graph.outputs, stage, FORWARD, (step, index))
+                between = self._arrive(sent, FORWARD)
+        gradients: Sequence[Tensor] | None = None
+        for stage in range(last, -1, -1):
+            answers = self.states[stage].backward(graphs[stage], gradients, count=True)
+            if stage:
+                sent = self.codecs.encode(answers, stage - 1, BACKWARD, (step, index))
+                gradients = self._arrive(sent, BACKWARD)
+        return float(graphs[-1].outputs[0].detach())
+
+    def _arrive(self, sent: Sequence[WireTensor], direction: str) -> list[Tensor]:
+        self.wire_bytes[direction] += sum(each.wire_bytes for each in sent)
+        return [decode(each) for each in sent]
+
+    def validate(self, num_batches: int) -> float:
+        """Mean loss over the first validation batches, through the same codecs."""
+        losses, items, last = [], 0, len(self.states) - 1
+        for index in range(num_batches):
+            batch = self.data.validation_batch(index)
+            between: Sequence[Tensor] = ()
+            for stage, state in enumerate(self.states):
+                outputs = state.evaluate(between, _tensors(batch))
+                if stage == last:
+                    losses.append(float(outputs[0]))
+                else:
+                    sent = self.codecs.encode(outputs, stage, FORWARD, None)
+                    between = [decode(each) for each in sent]
+            items += self.pipeline.weight(batch)
+        return math.fsum(losses) / items
+
+    def sha256(self) -> str:
+        hashes: dict[str, str] = {}
+        for state in self.states:
+            hashes |= state.tensor_hashes()
+        return model_sha256(hashes, self.pipeline.key_order)
+
+
+def _tensors(batch: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(np.ascontiguousarray(each)) for name, each in batch.items()}
+
+
+def run(path: Path, setting: str, hidden: int, seed: int, options: argparse.Namespace) -> None:
+    """Train one run and write its result; `path` exists only when all of it has been done."""
+    steps = -(-options.tokens // STEP_TOKENS)
+    described = sections(setting, hidden, seed, steps, options.lr)
+    path.with_suffix(".toml").write_text(toml(described) + "\n")
+    chain = Chain(parse_config(described, setting))
+    began, losses = time.perf_counter(), []
+    for step in range(steps):
+        losses.append(chain.step(step))
+        if (step + 1) % 50 == 0:
+            rate = (step + 1) * STEP_TOKENS / (time.perf_counter() - began)
+            mean = statistics.fmean(losses[-50:])
+            print(f"  {path.stem}: step {step + 1}/{steps}, loss {mean:.3f}, {rate:,.0f} tokens/s")
+    wall_s = time.perf_counter() - began
+    tokens = steps * STEP_TOKENS
+    per_token = {way: sent / tokens / (STAGES - 1) for way, sent in chain.wire_bytes.items()}
+    answer = {
+        "setting": setting,
+        "hidden": hidden,
+        "seed": seed,
+        "tokens": tokens,
+        "parameters": sum(math.prod(s) for state in chain.states for s in state.layout.shapes),
+        "validation": chain.validate(-(-options.validation_tokens // (SEQUENCE * SIZE))),
+        "final_loss": statistics.fmean(losses[-20:]),
+        "wire_bytes_per_token": per_token,
+        "sha256": chain.sha256(),
+        "wall_s": wall_s,
+        "losses": losses,
+    }
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(answer))
+    part.rename(path)
+
+
+def show(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The table of what has finished, and its results."""
+    exact = {(r["hidden"], r["seed"]): r["validation"] for r in runs if r["setting"] == "exact"}
+    grouped: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
+    for each in runs:
+        grouped.setdefault((each["hidden"], each["setting"]), []).append(each)
+    print(f"{'hidden':>6} {'setting':14} {'runs':>4} {'validation':>10} {'gap':>8} {'worst':>8}"
+          f" {'B/token fwd':>12} {'back':>7}")  # fmt: skip
+    results = []
+    for (hidden, setting), members in sorted(grouped.items()):
+        gaps = [
+            r["validation"] / exact[hidden, r["seed"]] - 1
+            for r in members
+            if (hidden, r["seed"]) in exact
+        ]
+        loss = statistics.fmean(r["validation"] for r in members)
+        mean, worst = (statistics.fmean(gaps), max(gaps)) if gaps else (math.nan, math.nan)
+        sent = members[0]["wire_bytes_per_token"]
+        print(f"{hidden:6} {setting:14} {len(members):4} {loss:10.4f} {mean:8.2%} {worst:8.2%}"
+              f" {sent[FORWARD]:12.1f} {sent[BACKWARD]:7.1f}")  # fmt: skip
+        results.append(result(f"validation loss, hidden {hidden}, {setting}", loss, "nats"))
+        if setting != "exact" and gaps:
+            goal = GOALS.get(setting.removesuffix("~")) if hidden == HIDDEN[0] else None
+            metric = f"gap to exact, hidden {hidden}, {setting}, {len(gaps)} seeds"
+            results.append(result(metric, mean, "ratio", goal, at_most=True))
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("directory", type=Path, nargs="?", default=Path("runs/convergence"))
+    parser.add_argument("--settings", default=",".join(SHORT), help="comma-separated")
+    parser.add_argument("--hidden", default=str(HIDDEN[0]), help="comma-separated")
+    parser.add_argument("--all", action="store_true", help="every setting and hidden size: hours")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=3_000_000, help="trained per run")
+    parser.add_argument("--validation-tokens", type=int, default=204_800)
+    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    wanted = [(int(h), s) for h in options.hidden.split(",") for s in options.settings.split(",")]
+    if options.all:
+        wanted = [(h, s) for h in HIDDEN for s in ("exact", *SUBSPACES)]
+        wanted += [(HIDDEN[0], s) for s in CODECS]
+    runs: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    options.directory.mkdir(parents=True, exist_ok=True)
+    for seed in range(options.seeds):
+        for hidden, setting in wanted:
+            name = f"{setting.replace('/', '+')}-h{hidden}-s{seed}-t{options.tokens}"
+            path = options.directory / f"{name}.json"
+            if not path.exists():
+                run(path, setting, hidden, seed, options)
+            runs.append(json.loads(path.read_text()))
+        results = show(runs)
+    print_results("convergence", results)
+
+
+if __name__ == "__main__":
+    main()
