@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from swarm.names import friendly_name
 from swarm.net.identity import is_peer_id
 from swarm.words import clean
 
@@ -34,6 +35,7 @@ _ADDRESS = re.compile(
     r"|(?<![\w:])(?:[0-9a-fA-F]{1,4}:){4,7}[0-9a-fA-F]{1,4}(?![\w:])"
     r"|(?<![\w:])[0-9a-fA-F:]*::[0-9a-fA-F:]*"
 )
+_PEER_ID = re.compile(r"\b[1-9A-HJ-NP-Za-km-z]{40,}\b")
 _LINK = re.compile(r"swarm://\S+")
 
 
@@ -123,10 +125,11 @@ class Notes:
 
 
 def text(value: object, limit: int = MAX_REASON) -> str:
-    """One printable line without addresses; empty for what is no text."""
+    """One printable line without addresses, peers by their two words; empty for what is no text."""
     if not isinstance(value, str):
         return ""
     line = clean(value[: 8 * limit], 4 * limit)
+    line = _PEER_ID.sub(lambda found: friendly_name(found[0]), line)
     line = _ADDRESS.sub("(address)", _LINK.sub("(link)", line))
     return line if len(line) <= limit else line[: limit - 1] + "…"
 

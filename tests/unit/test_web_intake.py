@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from swarm.names import friendly_name
 from tests.unit.web_runs import NOW, answer, board, peer_ids, row, tell
 from web.collector import dialable
 from web.intake import (
@@ -133,6 +134,10 @@ def test_texts_lose_network_addresses(reason: str) -> None:
 def test_times_and_numbers_are_no_addresses() -> None:
     plain = "silent for 5 s at 12:31:04; version 0.1.0; step 17 of 1200; 3/4 done"
     assert text(plain) == plain
+
+
+def test_texts_name_peers_as_people_know_them(peers: list[str]) -> None:
+    assert text(f"stream from {peers[0]} ended") == f"stream from {friendly_name(peers[0])} ended"
 
 
 def test_texts_are_one_printable_line() -> None:

@@ -20,6 +20,7 @@ S.charts = (() => {
     ctx.strokeStyle = color("--line");
     ctx.font = `${11 * devicePixelRatio}px sans-serif`;
     ctx.textAlign = "center";
+    ctx.setLineDash([]);
     for (const mark of data.marks) {
       const x = u.valToPos(mark.t, "x", true);
       if (x < bbox.left || x > bbox.left + bbox.width) continue;
