@@ -34,10 +34,20 @@ class Runs(Swarms):
         *,
         steps: int = STEPS,
         resume: Path | None = None,
+        kill_at: int | None = None,
         script: Callable[[LocalSwarm, int], None] = lambda swarm, step: None,
     ) -> dict[str, Any] | None:
-        """The report; None when `script` (told each step) has killed the swarm."""
+        """The report; None of a swarm whose processes are all killed after step `kill_at`.
+
+        `script` is told each step.
+        """
         said: list[str] = []
+
+        def on_step(swarm: LocalSwarm, step: int) -> None:
+            if step == kill_at:
+                for name in swarm.processes:
+                    swarm.kill_peer(name)
+            script(swarm, step)
 
         async def main() -> dict[str, Any] | None:
             swarm = LocalSwarm(
@@ -52,13 +62,13 @@ class Runs(Swarms):
                 resume=resume,
                 server=self.forks.server,
                 say=said.append,
-                on_step=lambda step: script(swarm, step["step"]),
+                on_step=lambda step: on_step(swarm, step["step"]),
             )
             try:
                 await swarm.start()
                 return await swarm.wait()
             except SwarmError:
-                if not killed(swarm):
+                if kill_at is None:
                     raise
                 return None
             finally:
@@ -71,19 +81,6 @@ class Runs(Swarms):
         return [json.loads(line) for line in text.splitlines()]
 
 
-def killed(swarm: LocalSwarm) -> bool:
-    return all(each.child is None or each.child.code == -9 for each in swarm.processes.values())
-
-
-def kill_all_at(step: int) -> Callable[[LocalSwarm, int], None]:
-    def script(swarm: LocalSwarm, done: int) -> None:
-        if done == step:
-            for name in swarm.processes:
-                swarm.kill_peer(name)
-
-    return script
-
-
 @pytest.fixture
 def runs(forks: Forks, tmp_path: Path) -> Runs:
     return Runs(forks, tmp_path)
@@ -94,7 +91,7 @@ def test_all_are_killed_and_resume_with_other_counts_or_another_cut(
 ) -> None:
     config = runs.config(toml(tmp_path / "run.toml", steps=50, extra=EVERY))
     expected = baseline(config, STEPS, runs.cache)
-    assert runs.run_in(config, "one", {0: 1, 1: 2, 2: 1}, script=kill_all_at(4)) is None
+    assert runs.run_in(config, "one", {0: 1, 1: 2, 2: 1}, kill_at=4) is None
 
     # Another cut is another file: a new run, which says where it comes from.
     other = recut(config, (2, 4))
