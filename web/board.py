@@ -6,7 +6,9 @@ plain JSON in display units: words, order and judgement are made here once, not 
 
 from __future__ import annotations
 
+import contextlib
 import math
+import sqlite3
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -61,12 +63,25 @@ class Board:
         return {"after": self.store.get("after", 0), "life": self.store.get("life", "")}
 
     def leader(self, seen: Observation, now: float) -> None:
-        """A leader has answered at `now`."""
-        store = self.store
+        """A leader has answered at `now`. What the disk refuses is shown, and not kept."""
+        self.observation, self.heard_at = seen, now
         self._traffic_of(seen, now)
         for row in seen.replicas:
             self._stages[row.incarnation] = row.stage
         events = [self._placed(event) for event in seen.events if event["event"] != "run"]
+        try:
+            self._keep(seen, events, now)
+        except sqlite3.Error as error:
+            self.store.forget()
+            self.notes.add(f"the dashboard's disk refuses: {error}")
+        present = {row.incarnation for row in seen.replicas}
+        for known in (self._reports, self._shares, self._stages):
+            for name in [name for name in known if name not in present]:
+                del known[name]
+
+    def _keep(self, seen: Observation, events: Sequence[Mapping[str, Any]], now: float) -> None:
+        """Add an answer to the history, as a whole or not at all. Raises sqlite3.Error."""
+        store = self.store
         for event in events:
             if event["event"] == "step":
                 self._step(event)
@@ -94,13 +109,7 @@ class Board:
         if now - self._pruned_at > 60.0:
             self._pruned_at = now
             store.prune(now)
-        if not store.commit():
-            self.notes.add("the dashboard's disk refuses: nothing is kept")
-        present = {row.incarnation for row in seen.replicas}
-        for known in (self._reports, self._shares, self._stages):
-            for name in [name for name in known if name not in present]:
-                del known[name]
-        self.observation, self.heard_at = seen, now
+        store.commit()
 
     def peer(self, incarnation: str, report: PeerReport, now: float) -> None:
         """A replica has told of itself. One that the leader does not list is not believed."""
@@ -118,7 +127,8 @@ class Board:
         if min(spent) < 0 or not 0 < total < 600:
             return
         self._shares[incarnation] = tuple(round(each / total, 2) for each in spent)
-        self.store.add_activity(now, peer, spent)
+        with contextlib.suppress(sqlite3.Error):  # the next word of the leader says so
+            self.store.add_activity(now, peer, spent)
 
     def announced(self, peer: str, version: str, name: str) -> None:
         """The directory's record of a peer, cleaned: what it runs, how it wants to be named."""
@@ -130,7 +140,8 @@ class Board:
             if len(self._announced) > 4096:
                 self._announced.clear()
             self._announced[peer] = (version, name)
-            self.store.name(peer, name)
+            with contextlib.suppress(sqlite3.Error):
+                self.store.name(peer, name)
 
     def _step(self, event: Mapping[str, Any]) -> None:
         wall_s, tokens = event.get("wall_s"), event.get("tokens")

@@ -7,6 +7,7 @@ resolution at once (sum, count), so nothing has to be computed again when a day 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
@@ -64,14 +65,14 @@ class Store:
     def close(self) -> None:
         self._db.close()
 
-    def commit(self) -> bool:
-        """Keep what was added. False when the disk refuses; it is then forgotten."""
-        try:
-            self._db.commit()
-        except sqlite3.Error:
+    def commit(self) -> None:
+        """Keep what was added. Raises sqlite3.Error when the disk refuses, as every change may."""
+        self._db.commit()
+
+    def forget(self) -> None:
+        """What was added since the last commit is not kept."""
+        with contextlib.suppress(sqlite3.Error):
             self._db.rollback()
-            return False
-        return True
 
     # ---- small facts ----------------------------------------------------------------------------
 

@@ -105,6 +105,20 @@ def test_steps_become_series_at_their_own_times(tmp_path: Path) -> None:
     assert shown.snapshot(NOW)["feed"] == []
 
 
+def test_a_disk_that_refuses_costs_the_history_and_not_the_page(tmp_path: Path) -> None:
+    peers = peer_ids(tmp_path, 1)
+    shown = board(Store(tmp_path / "x.sqlite"))
+    shown.store._db.execute("PRAGMA query_only = ON")
+    assert tell(shown, answer([row(peers[0], 0)], after=9))
+    assert shown.snapshot(NOW)["head"]["step"] == 8
+    assert shown.notes.total == 1
+    assert shown.cursor["after"] == 0, "asked again when there is room"
+    shown.store._db.execute("PRAGMA query_only = OFF")
+    assert tell(shown, answer([row(peers[0], 0)], after=9), NOW + 1)
+    assert shown.cursor["after"] == 9
+    assert _done(shown) == {peers[0]: 10}
+
+
 def test_a_path_that_cannot_be_used_is_said_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StorageError, match="cannot use"):
