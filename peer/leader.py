@@ -46,6 +46,7 @@ from swarm.wire.codecs import WireTensor
 
 log = logging.getLogger(__name__)
 HOLD_OFF_S = 20.0
+SPARE_SLOTS = 2
 
 
 class Batches(Protocol):
@@ -103,9 +104,9 @@ class Leader:
     """Leads a run from the state its disk remembers.
 
     `links` must be set before `run`; `methods` of `admission` are what replicas may call here.
-    `slots` bounds the microbatches in flight per replica of a stage, `moves` says what a move must
-    bring. With `same_numerics` all replicas must have the optimizer fingerprint of the first
-    (DESIGN, I5).
+    `slots` bounds the microbatches in flight per replica of a stage (None: as many as it needs),
+    `moves` says what a move must bring. With `same_numerics` all replicas must have the optimizer
+    fingerprint of the first (DESIGN, I5).
     """
 
     links: Links
@@ -125,6 +126,7 @@ class Leader:
         saved: Saved | None = None,
     ) -> None:
         self.plan, self.pipeline, self.batches, self.quorum = plan, pipeline, batches, quorum
+        self.fixed_slots = slots
         self.slots = slots if slots is not None else pipeline.num_stages + 2
         self.probe, self.same_numerics = probe, same_numerics
         self.members = Members(pipeline.num_stages)
@@ -275,6 +277,25 @@ class Leader:
             for name in self.router.replicas(stage)
             if self.router.outstanding_of(name)
         }
+
+    def grant_slots(self, step: Step) -> int:
+        """Give each stage its credits; returns how many microbatches may be under way in all.
+
+        To keep n replicas busy takes n microbatches under way and some to spare, and all of them
+        are held by each stage: more per replica where a stage has few. Never more than its
+        replicas can hold, so a slow stage does not fill the memory of those before it.
+        """
+        limits = []
+        for stage in range(step.num_stages):
+            there = step.replicas(stage)
+            slots = self.slots
+            if self.fixed_slots is None and there:
+                held = [m.slots for name in there if (m := self.members.get(name)) is not None]
+                needed = max(slots, -(-len(step.active) // len(there)) + SPARE_SLOTS)
+                slots = min([needed, *held])
+            self.router.grant(stage, slots)
+            limits.append(slots * len(there))
+        return min(limits, default=0)
 
     @property
     def in_flight(self) -> Mapping[int, asyncio.Task[None]]:

@@ -72,7 +72,7 @@ class Member:
         self.links, self.pipeline, self.compute, self.policy = links, pipeline, compute, policy
         self.optimizer, self.trainers, self._find_leader = optimizer, trainers, find_leader
         self.stage, self.accumulate, self.codecs = stage, accumulate, codecs
-        self.slots = None if afab else slots or pipeline.num_stages + 2
+        self.slots = None if afab else slots or 2 * pipeline.num_stages + 2
         self.kept_bytes, self.device, self.probe, self.say = kept_bytes, device, probe, say
         self.numerics, self.benchmark_s = numerics, benchmark_s
         self.speed, self.memory_bytes, self.pinned = speed, memory_bytes, pinned

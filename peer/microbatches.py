@@ -79,9 +79,7 @@ class Microbatches:
             leader.wake.clear()
             now = loop.time()
             if not step.empty_stages() and not self._still_gathering(step, now):
-                limit = leader.slots * min(
-                    len(step.replicas(stage)) for stage in range(step.num_stages)
-                )
+                limit = leader.grant_slots(step)
                 for index in step.waiting():
                     # Those begun before may hold slots that the others wait for: they go first.
                     if index not in step.begun and len(step.begun) >= limit:

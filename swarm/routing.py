@@ -15,7 +15,10 @@ Where this differs from the published code, and why:
   success: a replica that fails loses work at once, a healthy one gets it back without a new join;
 - it measures the whole round trip. The caller here passes the service time alone, without queueing
   and without what lies downstream, or a fast replica in front of a slow stage would look slow;
-- what is outstanding at a replica is bounded by credits, so a slow stage does not fill its memory.
+- what is outstanding at a replica is bounded by credits, so a slow stage does not fill its memory;
+- shares alone notice a replica that slows down only when it answers, late. So what is outstanding
+  counts too: whoever would finish its queue much later than another of its stage comes last until
+  it has caught up, and what it missed meanwhile is not owed to it.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ from typing import Literal
 FailureKind = Literal["error", "timeout"]
 
 _SMOOTHING = 0.25  # weight of a new measurement in the average
+_SURPRISE = 2.0  # two in a row that are off by this factor to the same side replace the average
+_QUEUE_SLACK = 2.0  # services by which a replica's queue may end later than the shortest one
 _HALF_LIFE_S = 20.0  # a penalty fades to half in this time
 _MAX_PENALTY = 6.0  # a failing replica never falls below 1/64 of its rate
 _PROBE_AFTER_S = 30.0  # a replica left out that long is tried once, whatever its average says
@@ -52,15 +57,30 @@ class Choice:
 class _Replica:
     name: str
     stage: int
-    service_s: float | None  # average; None until measured
+    service_s: float | None  # average; None where nothing is known
     virtual_s: float
+    measured: bool = False  # else `service_s` is an estimate, if anything
+    surprise_s: float | None = None  # the last measurement, if it was far off
     probe: bool = True  # entered and not drawn yet
-    lagging: bool = False  # sat out a draw at its credit limit
+    lagging: bool = False  # sat out a draw: at its credit limit, or its queue was too long
     outstanding: int = 0
     penalty: float = 0.0  # doublings of the service time, as of `penalty_at`
     penalty_at: float = 0.0
     drawn_at: float | None = None
     drawn_as: int = 0  # the stage's draw counter then
+
+    def learn(self, service_s: float) -> None:
+        """A measurement. One that is far off may be an accident; two are a new speed."""
+        self.measured = True
+        if self.service_s is None:
+            self.service_s = service_s
+        before, ratio = self.surprise_s, service_s / self.service_s
+        far = ratio > _SURPRISE or ratio < 1 / _SURPRISE
+        self.surprise_s = service_s if far else None
+        if far and before is not None and (before > self.service_s) == (ratio > 1):
+            self.service_s, self.surprise_s = (before + service_s) / 2, None
+        else:
+            self.service_s += _SMOOTHING * (service_s - self.service_s)
 
 
 @dataclass(slots=True)
@@ -72,7 +92,8 @@ class _Stage:
 class Router:
     """Routes over the replicas it has been told of.
 
-    `credits` is the most microbatches outstanding at one replica (None: no bound), counted by
+    `credits` is the most microbatches outstanding at one replica (None: no bound; `grant` gives a
+    stage another number), counted by
     `started` and `finished`; a choice alone counts nothing, so a route that is drawn and then
     dropped costs a replica its turn and no more.
     """
@@ -80,6 +101,7 @@ class Router:
     def __init__(self, seed: int = 0, credits: int | None = None) -> None:
         self._seed = seed
         self._credits = credits
+        self._granted: dict[int, int] = {}  # by stage, instead
         self._replicas: dict[str, _Replica] = {}
         self._stages: dict[int, _Stage] = {}
         self._apart: dict[tuple[str, str], float] = {}  # (a, b) sorted -> until
@@ -103,6 +125,10 @@ class Router:
         entry = _Replica(replica, stage, service_s, virtual_s)
         peers.replicas[replica] = self._replicas[replica] = entry
 
+    def grant(self, stage: int, credits: int) -> None:
+        """So many microbatches may be outstanding at each replica of `stage` from now on."""
+        self._granted[stage] = credits
+
     def remove(self, replica: str) -> None:
         """It left, died or was expelled. Unknown names are ignored."""
         entry = self._replicas.pop(replica, None)
@@ -120,15 +146,12 @@ class Router:
         if entry is None:
             return
         service_s = _checked(service_s)
-        if entry.service_s is None:
-            peers = self._stages[entry.stage].replicas.values()
-            if all(each.service_s is None for each in peers):
-                # All draws so far were charged with a guess: now it is known what they cost.
-                for each in peers:
-                    each.virtual_s *= service_s / _GUESS_S
-            entry.service_s = service_s
-        else:
-            entry.service_s += _SMOOTHING * (service_s - entry.service_s)
+        peers = self._stages[entry.stage].replicas.values()
+        if entry.service_s is None and all(each.service_s is None for each in peers):
+            # All draws so far were charged with a guess: now it is known what they cost.
+            for each in peers:
+                each.virtual_s *= service_s / _GUESS_S
+        entry.learn(service_s)
         entry.penalty /= 2
 
     def failed(self, replica: str, kind: FailureKind, now: float) -> None:
@@ -247,16 +270,16 @@ class Router:
         return entry.outstanding if entry is not None else 0
 
     def measured_s(self, replica: str) -> float | None:
-        """As `service_s`; None for names that are not known."""
+        """As `service_s`, but no estimate; None for names that are not known."""
         entry = self._replicas.get(replica)
-        return entry.service_s if entry is not None else None
+        return entry.service_s if entry is not None and entry.measured else None
 
     def measured(self) -> dict[str, tuple[int, float]]:
         """Stage and average service time of those that have been measured."""
         return {
             name: (entry.stage, entry.service_s)
             for name, entry in self._replicas.items()
-            if entry.service_s is not None
+            if entry.service_s is not None and entry.measured
         }
 
     def replicas(self, stage: int) -> list[str]:
@@ -272,22 +295,26 @@ class Router:
         entries = self._stages.setdefault(stage, _Stage())
         free = []
         for entry in entries.replicas.values():
-            if self._credits is not None and entry.outstanding >= self._credits:
+            if self._used_up(entry):
                 entry.lagging = True
             else:
                 free.append(entry)
-        # A replica that sat out at its credit limit is slower than measured: what it missed is
-        # not owed to it, or it would come back to a burst.
+        late = self._late(free, now)
+        # A replica that sat out is slower than measured: what it missed is not owed to it, or it
+        # would come back to a burst.
         floor = min((e.virtual_s for e in free if not e.lagging), default=None)
         for entry in free:
-            if entry.lagging:
+            if entry.name in late:
+                entry.lagging = True
+            elif entry.lagging:
                 entry.lagging = False
                 if floor is not None:
                     entry.virtual_s = max(entry.virtual_s, floor)
 
-        def rank(entry: _Replica) -> tuple[bool, float, bytes]:
+        def rank(entry: _Replica) -> tuple[bool, bool, float, bytes]:
             tie = f"{self._seed}/{stage}/{entries.draws}/{entry.name}".encode()
             return (
+                entry.name in late,
                 not (entry.probe or self._stale(entry, now)),
                 entry.virtual_s + self._cost(entry, now),
                 hashlib.blake2b(tie, digest_size=8).digest(),
@@ -295,6 +322,20 @@ class Router:
 
         allowed = [entry for entry in free if not self._blocked(entry, exclude, now, beside)]
         return sorted(allowed, key=rank)
+
+    def _late(self, free: Collection[_Replica], now: float) -> set[str]:
+        """Those whose queue would end much later than the shortest one of the stage.
+
+        Queues are compared by the seconds of own work in them, one more included: what lies
+        downstream delays the answers of all alike, in proportion to the rates.
+        """
+        ends = {e.name: (e.outstanding + 1) * self._cost(e, now) for e in free}
+        shortest = min(ends.values(), default=0.0)
+        return {
+            e.name
+            for e in free
+            if e.outstanding and ends[e.name] > shortest + _QUEUE_SLACK * self._cost(e, now)
+        }
 
     def _draw(self, entry: _Replica, now: float) -> Choice:
         if entry.probe:
@@ -341,12 +382,19 @@ class Router:
     ) -> str:
         if entry.name in exclude:
             return "excluded"
-        if self._credits is not None and entry.outstanding >= self._credits:
-            return f"at its limit of {self._credits} outstanding"
+        if self._used_up(entry):
+            return f"at its limit of {self._limit(entry)} outstanding"
         for neighbour in beside:
             if not self._reach(entry.name, neighbour, now):
                 return f"cannot reach {neighbour}"
         return ""
+
+    def _limit(self, entry: _Replica) -> int | None:
+        return self._granted.get(entry.stage, self._credits)
+
+    def _used_up(self, entry: _Replica) -> bool:
+        limit = self._limit(entry)
+        return limit is not None and entry.outstanding >= limit
 
     def _reach(self, a: str, b: str, now: float) -> bool:
         return self._apart.get(_pair(a, b), -math.inf) <= now

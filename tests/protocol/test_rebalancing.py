@@ -134,3 +134,46 @@ def test_peers_that_were_given_their_stages_stay_and_may_serve_several() -> None
     swarm.on_probe = on_probe  # type: ignore[method-assign]
     assert swarm.run(4)["sha256"] == baseline(4, MICROBATCHES)[0]
     assert "move" not in told
+
+
+def test_a_peer_throttled_five_times_loses_its_load_within_ten_microbatches() -> None:
+    swarm = AdaptiveSwarm(plan=plan(60, 1), peers=((0,), (0,), (1,), (1,), (2,), (2,)))
+    routes: list[tuple[str, ...]] = []
+    throttled_at: list[int] = []
+    probe = swarm.on_probe
+
+    def on_probe(who: str, point: str, facts: dict[str, Any]) -> None:
+        probe(who, point, facts)
+        if point == "issue":
+            routes.append(tuple(peer_of(name) for name in facts["route"]))
+        if point == "acknowledged" and not throttled_at and len(routes) >= 25:
+            throttled_at.append(len(routes))
+            swarm.speed = {"p2": 5.0}
+
+    swarm.on_probe = on_probe  # type: ignore[method-assign]
+    assert swarm.run(1)["sha256"] == baseline(1, 60)[0]
+    before = [route[1] for route in routes[5 : throttled_at[0]]]
+    assert abs(before.count("p2") - len(before) / 2) <= 2
+    after = [route[1] for route in routes[throttled_at[0] + 10 :]]
+    assert after.count("p2") <= len(after) / 6 + 1, after
+    assert "p2" in after or len(after) < 12
+
+
+def test_a_slow_stage_does_not_fill_the_others_memory() -> None:
+    """Credits per stage: nobody holds more than its slots, nor waits for them."""
+    swarm = AdaptiveSwarm(
+        plan=plan(30, 1), peers=((0,), (1,), (2,), (2,), (2,)), costs=(1.0, 1.0, 12.0)
+    )
+    held: dict[int, int] = {}
+
+    def at_end() -> None:
+        for member in swarm.members.values():
+            assert member.server is not None
+            slots = member.server.slots
+            assert slots.limit is not None
+            assert slots.most_held <= slots.limit
+            held[member.server.stage] = slots.most_held
+
+    swarm.at_end = at_end
+    assert swarm.run(1)["sha256"] == baseline(1, 30)[0]
+    assert held[0] <= 7  # five replicas, and two to spare

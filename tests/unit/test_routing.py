@@ -264,3 +264,95 @@ def test_a_step_begins_without_debts() -> None:
     for _ in range(3):
         router.begin_step()
         assert Counter(draw(router, 24)) == {"r0": 12, "r2": 12}
+
+
+class Queues:
+    """Replicas of one stage, each with a queue; the router is told what a leader is told."""
+
+    def __init__(self, times: list[float], in_flight: int, seed: int = 0) -> None:
+        self.router = router_with(times, seed)
+        self.times = dict(enumerate(times))
+        self.free_at = dict.fromkeys(self.times, 0.0)
+        self.under_way: list[tuple[float, int, float]] = []  # ends at, replica, took
+        self.now, self.in_flight = 0.0, in_flight
+        self.given: list[int] = []
+
+    def run(self, count: int) -> list[int]:
+        """Give out `count` more microbatches; to whom they went."""
+        begun = len(self.given)
+        while len(self.given) < begun + count:
+            if len(self.under_way) >= self.in_flight:
+                self.under_way.sort()
+                self.now, who, took = self.under_way.pop(0)
+                self.router.finished(f"r{who}")
+                self.router.observe(f"r{who}", took)
+            choice = self.router.choose(0, now=self.now)
+            assert choice is not None
+            who = int(choice.replica[1:])
+            self.router.started(choice.replica)
+            took = self.times[who]
+            self.free_at[who] = max(self.free_at[who], self.now) + took
+            self.under_way.append((self.free_at[who], who, took))
+            self.given.append(who)
+        return self.given[begun:]
+
+
+speeds = st.lists(st.floats(0.05, 0.2), min_size=2, max_size=5)
+
+
+@settings(max_examples=25, deadline=None)
+@given(speeds, seeds, st.integers(3, 6))
+def test_a_replica_that_becomes_five_times_slower_loses_its_load_at_once(
+    times: list[float], seed: int, slots: int
+) -> None:
+    queues = Queues(times, slots * len(times), seed)
+    queues.run(40 * len(times))
+    queues.times[0] *= 5
+    queues.run(10 * len(times))  # ten for each
+    rates = {who: 1 / took for who, took in queues.times.items()}
+    due = rates[0] / sum(rates.values())
+    after = queues.run(20 * len(times))
+    assert after.count(0) <= 2 * due * len(after) + 2
+
+
+@settings(max_examples=25, deadline=None)
+@given(speeds, seeds, st.integers(3, 6))
+def test_queues_keep_the_shares_and_starve_nobody(
+    times: list[float], seed: int, slots: int
+) -> None:
+    queues = Queues(times, slots * len(times), seed)
+    queues.run(20 * len(times))
+    given = queues.run(400)
+    total = sum(1 / took for took in times)
+    for who, took in enumerate(times):
+        due = 400 / took / total
+        assert abs(given.count(who) - due) <= 0.2 * due + 3, (given.count(who), due)
+
+
+def test_one_that_is_fast_again_gets_its_share_back() -> None:
+    queues = Queues([0.1, 0.1], 8)
+    queues.run(40)
+    queues.times[0] = 0.5
+    queues.run(40)
+    queues.times[0] = 0.1
+    queues.run(40)
+    assert 8 <= queues.run(20).count(0) <= 12
+
+
+def test_an_estimate_is_where_the_average_starts_and_no_measurement() -> None:
+    router = Router()
+    router.add("a", 0, 0.5)
+    assert (router.service_s("a"), router.measured_s("a"), router.measured()) == (0.5, None, {})
+    router.observe("a", 0.1)
+    assert router.measured_s("a") == pytest.approx(0.4)
+    router.observe("a", 0.1)  # far off twice: so it was the estimate that was wrong
+    assert router.measured_s("a") == pytest.approx(0.1)
+
+
+def test_a_stage_can_be_given_credits_of_its_own() -> None:
+    router = router_with([0.1], credits=1)
+    router.grant(0, 2)
+    router.started("r0")
+    assert router.choose(0) is not None
+    router.started("r0")
+    assert router.choose(0) is None
