@@ -10,8 +10,9 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from swarm.net.identity import claim_identity_file, load_identity
 from swarm.sim.paced import paced
 
 SECONDS = "SWARM_BENCH_PACE"  # environment: seconds of a forward, a backward
+COSTS = "SWARM_BENCH_COSTS"  # environment: how many times that each stage takes; else once
+SPEED = "speed"  # a file of a peer: how many times slower its device is, from now on
 POLL_S = 0.02
 
 
@@ -79,18 +82,21 @@ class PacedSwarm(LocalSwarm):
 @contextmanager
 def paced_swarm(
     *,
-    peers: Mapping[int, int],
+    peers: Mapping[int, int] | Sequence[tuple[int | None, int | None]],
     microbatches: int,
     forward_s: float,
     backward_s: float,
     drain_s: float = 30.0,
+    costs: Sequence[float] = (),
 ) -> Iterator[PacedSwarm]:
-    """A swarm to be started; its files are gone afterwards."""
+    """A swarm to be started; its files are gone afterwards. `costs` of the stages, if they differ;
+    then `peers` may be (stage or None, threads) each."""
     with tempfile.TemporaryDirectory(prefix="swarm-bench-") as name:
         folder = Path(name)
         os.environ[SECONDS] = f"{forward_s} {backward_s}"
         identity = claim_identity_file(folder / "identity.key")
-        run = paced(stages=len(peers), microbatches=microbatches, microbatch_size=1)
+        os.environ[COSTS] = " ".join(map(str, costs))
+        run = paced(stages=len(costs or peers), microbatches=microbatches, microbatch_size=1)
         config = stamp(run, identity.peer_id)
         identity.release()
         swarm = PacedSwarm(
@@ -108,18 +114,47 @@ def paced_swarm(
 
 
 def peer(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
-    """A peer with a paced device."""
+    """A peer with a paced device, which several stages may share."""
     import peer.run_peer as run_peer
+    from peer.member import Member
     from swarm.compute import Kind
     from swarm.sim.paced import PacedCompute
 
     forward_s, backward_s = (float(each) for each in os.environ[SECONDS].split())
+    costs = [float(each) for each in os.environ.get(COSTS, "").split()]
     seconds = {Kind.FORWARD: forward_s, Kind.BACKWARD: backward_s}
+    speed = Path(arguments["data_dir"]) / SPEED
+    stage: ContextVar[int | None] = ContextVar("stage", default=None)
 
-    def compute(*, afab: bool = False) -> PacedCompute:
-        return PacedCompute(lambda kind: seconds.get(kind, 0.0), afab=afab)
+    def seconds_of(kind: Kind) -> float:
+        where = stage.get()
+        cost = costs[where] if costs and where is not None else 1.0
+        slower = float(speed.read_text()) if speed.exists() else 1.0
+        return seconds.get(kind, 0.0) * cost * slower
 
-    run_peer.ThreadCompute = compute  # type: ignore[assignment,misc]
+    class Share:
+        """The device, as the stage of one member uses it."""
+
+        def __init__(self, member: Member, device: Any) -> None:
+            self.member, self.device, self.counts = member, device, device.counts
+
+        async def run(self, kind: Kind, task: Callable[[], Any]) -> Any:
+            token = stage.set(self.member.serves)
+            try:
+                return await self.device.run(kind, task)
+            finally:
+                stage.reset(token)
+
+        async def aclose(self) -> None:
+            """The device is its process's."""
+
+    class PacedMember(Member):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.compute = Share(self, self.compute)
+
+    run_peer.ThreadCompute = lambda *, afab=False: PacedCompute(seconds_of, afab=afab)  # type: ignore[assignment,misc]
+    run_peer.Member = PacedMember  # type: ignore[misc]
     return witness.peer(arguments, tell)
 
 

@@ -1,0 +1,78 @@
+"""Real processes that find their places, and one that moves: the same bits as one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from peer.chaos import baseline_sha256
+from peer.launch import stamp
+from peer.local import LEADER
+from peer.witness import audit
+from swarm.config import load_config
+from swarm.net.identity import load_identity
+from tests.process.forks import Forks, toml
+from tests.process.stoppable import Stoppable
+
+PEERS = 5
+MICROBATCHES = 6
+
+
+def test_a_peer_moves_to_a_stage_that_has_lost_one(forks: Forks, tmp_path: Path) -> None:
+    """Five choose between two stages, the emptier one loses all but one, and a peer of the other
+    moves there. Every microbatch counts once, and the hash is the baseline's."""
+    identity = load_identity(tmp_path / "identity.key")
+    path = toml(tmp_path / "run.toml", steps=100_000, stages=2)
+    config = stamp(load_config(path), identity.peer_id, tmp_path / "cache")
+    swarm = Stoppable(
+        config,
+        tmp_path / "run",
+        peers=[(None, 1)] * PEERS,
+        identity_path=identity.path,
+        threads=1,
+        device="cpu",
+        cache_dir=tmp_path / "cache",
+        server=forks.server,
+        say=lambda line: None,
+    )
+
+    def serving() -> dict[str, int]:
+        """Stage by peer id."""
+        rows = swarm.status().get("replicas", [])
+        there = [row for row in rows if row["standing"] == "serving"]
+        return {row["replica"].partition("#")[0]: row["stage"] for row in there}
+
+    async def main() -> Any:
+        try:
+            await swarm.start()
+            await swarm.until(lambda: len(serving()) == PEERS, "five to serve")
+            await swarm.until_step(2)
+            stages = serving()
+            counts = [list(stages.values()).count(stage) for stage in range(2)]
+            thin = counts.index(min(counts))
+            doomed = [peer for peer, stage in stages.items() if stage == thin][1:]
+            for name, process in swarm.processes.items():
+                key = process.data_dir / "identity.key"
+                if name != LEADER and load_identity(key).peer_id in doomed:
+                    swarm.kill_peer(name)
+            await swarm.until(
+                lambda: list(serving().values()).count(thin) == 2 and swarm.events("moved"),
+                "somebody to move",
+            )
+            await swarm.until_step(2)
+            swarm.enough()
+            return await swarm.wait()
+        finally:
+            await swarm.stop()
+
+    report = forks.run(main())
+    assert all(event["reason"] for event in swarm.events("move"))
+    books = audit(
+        swarm.run_dir,
+        num_steps=report["steps"],
+        num_stages=2,
+        num_microbatches=MICROBATCHES,
+        extra_records=[],
+    )
+    assert books.clean, books
+    assert report["sha256"] == baseline_sha256(config, report["steps"], tmp_path / "cache")
