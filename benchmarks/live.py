@@ -131,6 +131,8 @@ def under_way(swarm: PacedSwarm) -> int:
 
 async def measure(options: argparse.Namespace) -> dict[str, Any]:
     found = await alone(options)
+    for move in found["moves"]:
+        print(f"{move['what']:13} {move['from']} -> {move['to']}  {move['reason']}", flush=True)
     return {**found, "best six": await pinned(options, best(6)),
             "best four": await pinned(options, best(4))}  # fmt: skip
 
@@ -142,8 +144,6 @@ def main() -> None:
     parser.add_argument("--forward-s", type=float, default=0.02)
     options = parser.parse_args()
     found = asyncio.run(measure(options))
-    for move in found["moves"]:
-        print(f"{move['what']:13} {move['from']} -> {move['to']}  {move['reason']}")
     for name in ("six", "four"):
         print(
             f"{name} peers: {found[name]:.2f} microbatches/s, pinned to the best assignment "

@@ -87,13 +87,12 @@ class Host:
             if self._serving or self._moving is not None:
                 await self._changed.wait()
 
-    @staticmethod
-    def _raise_if_it_must(member: Member, task: asyncio.Task[None]) -> None:
-        """What ends one replica ends the process, but for one that was to take another's place."""
+    def _raise_if_it_must(self, member: Member, task: asyncio.Task[None]) -> None:
+        """What ends one replica ends the process, unless it was to take the place of another."""
         try:
             task.result()
         except JoinError as error:
-            if not member.replaces:
+            if not (member.replaces and self._serving):
                 raise
             log.info("cannot move: %s", error)
 

@@ -80,14 +80,26 @@ class AdaptiveSwarm(Swarm):
         return min(rates)
 
     async def start_all(self) -> None:
-        names = [f"p{number}" for number in range(len(self.peers))]
-        await asyncio.gather(*map(self.start_peer, names, self.peers))
+        starts = []
+        for number, stages in enumerate(self.peers):
+            name = f"p{number}"
+            incarnation = self._begin_life(name)
+            begin = asyncio.get_running_loop().create_task
+            start = self._start_peer(name, incarnation, stages)
+            starts.append(self.contexts[name].run(begin, start))
+        await asyncio.gather(*starts)
 
-    async def start_peer(self, name: str, stages: Sequence[int]) -> None:
+    async def _start_peer(self, name: str, incarnation: str, stages: Sequence[int]) -> None:
         """A process comes up: it measures its device, then asks to serve."""
-        self.lives[name] += 1
         transport = self.network.transport(name)
-        front = Links(transport, RUN_ID, f"{name}#{self.lives[name]}", {}, silence_s=self.silence_s)
+        front = Links(
+            transport,
+            RUN_ID,
+            incarnation,
+            {},
+            heartbeat_s=self.heartbeat_s,
+            silence_s=self.silence_s,
+        )
         front.serve()
         reducer = GroupAllReduce(transport, front.incarnation)
         reducer.serve()
@@ -140,6 +152,7 @@ class AdaptiveSwarm(Swarm):
 
     def kill(self, name: str) -> None:
         """What kill -9 does."""
+        self.thaw(name)
         self.tasks.pop(name).cancel()
         host = self.hosts.pop(name)
         host.abort()

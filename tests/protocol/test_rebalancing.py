@@ -5,7 +5,6 @@ Every run ends with the parameters of the one-process run (I6), whatever moved a
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -43,7 +42,7 @@ def run(swarm: AdaptiveSwarm, num_steps: int, **when: Act) -> list[tuple[str, Ma
         if who == "leader":
             told.append((point, facts))
             if (act := when.pop(point, None)) is not None:
-                asyncio.get_running_loop().call_soon(act, swarm, facts)
+                swarm.later(0.0, act, swarm, facts)
 
     swarm.on_probe = on_probe  # type: ignore[method-assign]
 
@@ -96,7 +95,7 @@ def test_two_of_a_stage_are_killed_and_the_rest_settles_anew() -> None:
     def kill_two(swarm: AdaptiveSwarm, facts: Mapping[str, Any]) -> None:
         there = [name for name, stages in swarm.stages().items() if stages == [2]]
         if len(there) < 3:  # not settled yet
-            asyncio.get_running_loop().call_later(0.5, kill_two, swarm, facts)
+            swarm.later(0.5, kill_two, swarm, facts)
             return
         struck.extend(there[:2])
         for name in struck:
