@@ -238,7 +238,7 @@ class Leader:
         self.probe("record", step=record.step)
         self._announce_commit(step, record)
         self.last_step_s = loop.time() - began
-        self.rebalancing.after_commit()
+        self.rebalancing.consider()
         return StepResult(
             record.step,
             record.loss,

@@ -190,7 +190,7 @@ class Rebalancing:
 
     # ---- moves ----------------------------------------------------------------------------------
 
-    def after_commit(self) -> None:
+    def consider(self) -> None:
         """Order the moves that pay, if any do."""
         serving = [m for m in self.leader.members if m.standing is Standing.SERVING]
         if any(self.rate(member) is None for member in serving):

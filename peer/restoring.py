@@ -106,6 +106,8 @@ class Restoring:
                 self._forget()
             stage = self._look(loop.time())
             early = loop.time() < patient_until and not leader.has_committed
+            if not early and self._needs_a_peer(loop.time()):
+                leader.rebalancing.consider()  # no commit will come before somebody moves there
             if stage is None or early:
                 continue
             try:
@@ -115,6 +117,13 @@ class Restoring:
                 continue
             leader.fail(GoBack(stage, origin))
             return
+
+    def _needs_a_peer(self, now: float) -> bool:
+        """Whether a lost stage has had nobody who could be given its state for a while."""
+        return any(
+            now - since >= GRACE_S and not self.leader.members.of_stage(stage)
+            for stage, since in self._lost_since.items()
+        )
 
     async def until_held(self) -> None:
         """Until somebody of every stage has said that it holds the newest state: before the end of

@@ -12,7 +12,11 @@ from typing import Any
 
 import pytest
 
+from peer.restoring import Origin, Saved
+from peer.snapshots import Snapshot
+from swarm.errors import DataError
 from swarm.net.links import peer_of
+from swarm.terms import Record
 from tests.protocol.adaptive import AdaptiveSwarm
 from tests.protocol.simulated import baseline, plan
 
@@ -154,8 +158,8 @@ def test_a_peer_throttled_five_times_loses_its_load_within_ten_microbatches() ->
     before = [route[1] for route in routes[5 : throttled_at[0]]]
     assert abs(before.count("p2") - len(before) / 2) <= 2
     after = [route[1] for route in routes[throttled_at[0] + 10 :]]
-    assert after.count("p2") <= len(after) / 6 + 1, after
-    assert "p2" in after or len(after) < 12
+    assert after.count("p2") <= len(after) / 4 + 1, after  # a sixth is its due
+    assert "p2" in after, "slow is not dead"
 
 
 def test_a_slow_stage_does_not_fill_the_others_memory() -> None:
@@ -176,3 +180,32 @@ def test_a_slow_stage_does_not_fill_the_others_memory() -> None:
     swarm.at_end = at_end
     assert swarm.run(1)["sha256"] == baseline(1, 30)[0]
     assert held[0] <= 7  # five replicas, and two to spare
+
+
+class FirstWeights:
+    """What a trainer without a checkpoint can go back to."""
+
+    async def newest(self, record: Record | None) -> Origin:
+        return Origin(0)
+
+    async def state(self, record: Record, stage: int) -> Snapshot:
+        raise DataError("there is none")
+
+
+class Restorable(AdaptiveSwarm):
+    def saved_of(self, name: str) -> Saved | None:
+        return FirstWeights()
+
+
+def test_a_stage_that_has_lost_everybody_is_filled_from_the_others() -> None:
+    """Both of its peers die and nobody joins: another moves there, and the run goes back for it."""
+    swarm = Restorable(plan=plan(MICROBATCHES, 4))
+
+    def kill_stage(swarm: AdaptiveSwarm, facts: Mapping[str, Any]) -> None:
+        for name in [name for name, stages in swarm.stages().items() if stages == [1]]:
+            swarm.kill(name)
+
+    told = run(swarm, 4, record=kill_stage)
+    assert count(told, "move") == 1
+    assert count(told, "epoch") == 1
+    assert len(swarm.settled) == 4
