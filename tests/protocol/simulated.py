@@ -122,7 +122,7 @@ class Swarm:
         self.checkpoints = Checkpoints(every, self.num_stages) if every else None
         self.disks = {name: FullDisk() for name in self.trainer_ids}
         self.order: Origin | None = None  # an operator's, to trainers that start from now on
-        self.say: Callable[[str], None] = lambda line: None  # what trainers tell people
+        self.trainers_say: Callable[[str], None] = lambda line: None  # what trainers tell people
         self.trainers: dict[str, Trainer[None]] = {}
         self.members: dict[str, Member] = {}
         self.leaving: dict[str, asyncio.Task[None]] = {}
@@ -183,7 +183,7 @@ class Swarm:
             heartbeat_s=self.heartbeat_s,
             silence_s=self.silence_s,
         )
-        quorum = Quorum(self.trainer_ids, name, self.disks[name], say=self.say)
+        quorum = Quorum(self.trainer_ids, name, self.disks[name], say=self.trainers_say)
         quorum.random.seed(f"{self.seed}/{incarnation}")
 
         def make_leader() -> Leader:

@@ -218,7 +218,7 @@ def test_a_trainer_that_lost_its_disk_does_not_vote_and_the_others_go_on() -> No
     swarm = swarm_of(TRAINERS)
     swarm.point, swarm.step = "forward", 3
     lines: list[str] = []
-    swarm.say = lines.append
+    swarm.trainers_say = lines.append
     swarm.lose = lambda: lose_disk(swarm, "t0")  # type: ignore[method-assign]
     run_exactly(swarm)
     assert swarm.epochs == []
