@@ -183,7 +183,7 @@ def _fault(
         more["victim"], more["stage"] = f"r{stage}.{5 + number}", r.choice((None, stage))
     elif of_trainers:
         more["victim"] = r.choice((LEADER, LEADER, *scenario.trainer_ids))
-        points = (*LEADER_POINTS, "record", "prepared", *REPLICA_POINTS)
+        points = (*LEADER_POINTS, "record", "record", "commit", "prepared", *REPLICA_POINTS)
     elif r.random() < 0.6:
         more["victim"] = r.choice(names)
     if action in ("cut", "deaf", "lose", "sever", "corrupt"):

@@ -25,7 +25,7 @@ from peer.trainer import Trainer
 from swarm.averaging.all_reduce import GroupAllReduce
 from swarm.averaging.policy import ExactPolicy
 from swarm.compute import InlineCompute, Kind
-from swarm.consensus import Vote
+from swarm.consensus import Key, Vote, is_majority
 from swarm.errors import StorageError
 from swarm.model.layout import model_sha256
 from swarm.net.links import Links, peer_of
@@ -75,14 +75,17 @@ class FaultyCompute(InlineCompute):
 
 
 class FullDisk(MemoryDisk):
-    """A trainer's memory that can be full."""
+    """A trainer's memory that can be full. `saved` is called when something is written."""
 
     full = False
+    saved: Callable[[], None] | None = None
 
     async def save(self, vote: Vote) -> None:
         if self.full:
             raise StorageError("no space left on the disk")
         await super().save(vote)
+        if self.saved is not None:
+            self.saved()
 
 
 @dataclass
@@ -121,6 +124,8 @@ class Swarm:
         every = self.checkpoint_every
         self.checkpoints = Checkpoints(every, self.num_stages) if every else None
         self.disks = {name: FullDisk() for name in self.trainer_ids}
+        for disk in self.disks.values():
+            disk.saved = self._voted
         self.order: Origin | None = None  # an operator's, to trainers that start from now on
         self.trainers_say: Callable[[str], None] = lambda line: None  # what trainers tell people
         self.trainers: dict[str, Trainer[None]] = {}
@@ -139,7 +144,7 @@ class Swarm:
         self.evicted = 0
         self.at_end: Callable[[], None] | None = None  # while all are still there
         self.committed: list[int] = []  # steps whose ledgers `check_record` has seen
-        self.records: dict[tuple[int, int], str] = {}  # hash by place, whoever has it
+        self.records: dict[str, str] = {}  # hash by that of the one before, whoever has it
         self.terms: dict[tuple[int, int], str] = {}  # who led in them
         self.told: Counter[str] = Counter()  # of TOLD
         self._sent: Counter[tuple[str, int, int, int]] = Counter()  # calls from hop to hop
@@ -381,10 +386,11 @@ class Swarm:
         return +told
 
     def note_record(self, record: Record | None) -> None:
-        """No two records in one place, whoever holds them."""
+        """No two records follow the same one, whoever holds them."""
         if record is not None:
-            known = self.records.setdefault(record.position, record.hash)
-            assert known == record.hash, f"two records of step {record.step}"
+            known = self.records.setdefault(record.predecessor, record.hash)
+            if known != record.hash:  # raised, it would be the process's to deal with
+                self.fail(AssertionError(f"two records of step {record.step}"))
 
     def stays(self, name: str) -> bool:
         """Whether nothing is under way that takes its state away."""
@@ -393,6 +399,16 @@ class Swarm:
     def stays_for_now(self, name: str) -> bool:
         """Wherever it wants to go: it has not been told that it may."""
         return not self.members[name].finished.is_set()
+
+    def _voted(self) -> None:
+        """What a majority has accepted under one key is chosen, whether anybody knows or not."""
+        accepted: dict[Key, list[str]] = {}
+        for name, disk in self.disks.items():
+            if (mine := disk.vote.accepted) is not None and mine.record is not None:
+                accepted.setdefault(mine.key, []).append(name)
+                if is_majority(accepted[mine.key], self.trainer_ids):
+                    self.note_record(mine.record)
+            self.note_record(disk.vote.committed)
 
     def can_lose(self, name: str, to: Callable[[str], bool] | None = None) -> bool:
         """Whether others of the stage hold what it needs to go on; else only a checkpoint helps.
@@ -540,8 +556,6 @@ class Swarm:
         assert self.leader is not None
         assert not self.network.handler_errors, self.network.handler_errors
         assert not self.leader.in_flight, self.leader.in_flight
-        for disk in self.disks.values():
-            self.note_record(disk.vote.committed)
         for name, member in self.members.items():
             server = member.server
             assert server is not None, f"{name} has not joined"
