@@ -56,7 +56,7 @@ def can_strike(swarm: Swarm, fault: Fault, who: str) -> bool:
         return False
     if fault.action in ("kill", "leave") or (fault.action == "raise" and _kind(fault) is UPDATE):
         survives = swarm.checkpoints is not None and fault.action != "leave"
-        return who not in swarm.leaving and (survives or swarm.can_lose(who))
+        return who not in swarm.leaving and (survives or swarm.chronicle.can_lose(who))
     return True
 
 

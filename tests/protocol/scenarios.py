@@ -190,7 +190,7 @@ def replay(scenario: Scenario) -> int:
     finally:
         for now, who, point, facts in swarm.events:
             print(f"{now:9.3f} {who:8} {point} {facts}")
-        print(dict(faults_by_kind(swarm)), dict(swarm.effects), dict(swarm.terms))
+        print(dict(faults_by_kind(swarm)), dict(swarm.effects), dict(swarm.chronicle.terms))
     return 0
 
 

@@ -25,16 +25,16 @@ from peer.trainer import Trainer
 from swarm.averaging.all_reduce import GroupAllReduce
 from swarm.averaging.policy import ExactPolicy
 from swarm.compute import InlineCompute, Kind
-from swarm.consensus import Key, Vote, is_majority
+from swarm.consensus import Vote
 from swarm.errors import StorageError
 from swarm.model.layout import model_sha256
 from swarm.net.links import Links, peer_of
 from swarm.net.memory import MemoryNetwork
 from swarm.placement import MovePolicy
 from swarm.sim.virtual_time import VirtualTimeLoop, process_context, run
-from swarm.terms import Record
 from swarm.wire.boundaries import LOSSLESS, BoundaryCodecs
 from tests.protocol.checkpoints import Checkpoints
+from tests.protocol.chronicle import Chronicle
 from tests.protocol.faults import LEADER, Fault, Faults
 from tests.protocol.tiny import (
     OPTIMIZER,
@@ -46,14 +46,6 @@ from tests.protocol.tiny import (
 )
 
 RUN_ID = "0123456789abcdef" * 2
-# What the protocol did because of faults, by the point that says so.
-TOLD = {
-    "expelled": "expelled",
-    "round_failed": "averaging repeated",
-    "failed": "microbatch failed",
-    "epoch": "epoch opened",
-    "bad_chunk": "bad chunk",
-}
 
 
 class FaultyCompute(InlineCompute):
@@ -123,9 +115,10 @@ class Swarm:
         self.pipeline = shared_pipeline(self.num_stages, self.cut)
         every = self.checkpoint_every
         self.checkpoints = Checkpoints(every, self.num_stages) if every else None
+        self.chronicle = Chronicle(self)
         self.disks = {name: FullDisk() for name in self.trainer_ids}
         for disk in self.disks.values():
-            disk.saved = self._voted
+            disk.saved = self.chronicle.voted
         self.order: Origin | None = None  # an operator's, to trainers that start from now on
         self.trainers_say: Callable[[str], None] = lambda line: None  # what trainers tell people
         self.trainers: dict[str, Trainer[None]] = {}
@@ -144,11 +137,6 @@ class Swarm:
         self.evicted = 0
         self.at_end: Callable[[], None] | None = None  # while all are still there
         self.committed: list[int] = []  # steps whose ledgers `check_record` has seen
-        self.records: dict[str, str] = {}  # hash by that of the one before, whoever has it
-        self.terms: dict[tuple[int, int], str] = {}  # who led in them
-        self.told: Counter[str] = Counter()  # of TOLD
-        self._sent: Counter[tuple[str, int, int, int]] = Counter()  # calls from hop to hop
-        self.early_takeovers = 0  # terms that were won while the leader before was well
 
     # ---- processes ------------------------------------------------------------------------------
 
@@ -166,7 +154,8 @@ class Swarm:
         """A process by its name; `LEADER` is the trainer that leads, or led last."""
         if name != LEADER or name in self.trainer_ids:
             return name
-        return self.terms[max(self.terms)] if self.terms else self.trainer_ids[0]
+        terms = self.chronicle.terms
+        return terms[max(terms)] if terms else self.trainer_ids[0]
 
     def _begin_life(self, name: str) -> str:
         """Returns the incarnation."""
@@ -332,10 +321,12 @@ class Swarm:
         async def go() -> None:
             while not member.finished.is_set():
                 await member.drain(1000.0)
-                if self.can_lose(name):
+                if self.chronicle.can_lose(name):
                     break
                 await asyncio.sleep(0.5)
-            if not self.checkpoints and not self.can_lose(name, to=self.stays_for_now):
+            if not self.checkpoints and not self.chronicle.can_lose(
+                name, to=self.chronicle.stays_for_now
+            ):
                 self.fail(AssertionError(f"{name} was told to go, with its stage's state"))
             self.leaving.pop(name, None)
             if self.members.get(name) is member:
@@ -348,120 +339,31 @@ class Swarm:
         task.add_done_callback(lambda done: done.cancelled() or self.fail(done.exception()))
         self.leaving[name] = task
 
-    # ---- what is known of the run ---------------------------------------------------------------
-
     def on_probe(self, who: str, point: str, facts: dict[str, Any]) -> None:
-        try:
-            self._look_at(who, point, facts)
-        except AssertionError as error:
-            self.fail(error)  # raised here, it would be the process's to deal with
+        if point == "record":
+            try:
+                self.check_record(who, facts["step"])
+            except AssertionError as error:
+                self.fail(error)  # raised here, it would be the process's to deal with
+        elif point == "committed" and self.checkpoints is not None and who in self.members:
+            complete = self.checkpoints.note(self.members[who])
+            if complete is not None and self.leader is not None:
+                self.leader.saved_step = complete
+        self.chronicle.passed(who, point, facts)
         self.events.append((self.loop.now, who, point, facts))
         self.striking.passed(who, point, facts.get("step"))
-
-    def _look_at(self, who: str, point: str, facts: dict[str, Any]) -> None:
-        if point == "record":
-            self.check_record(who, facts["step"])
-        elif point == "committed":
-            if (member := self.members.get(who)) is not None:
-                self._applied(member)
-        elif point in TOLD:
-            self.told[TOLD[point]] += 1
-        elif point == "sent":
-            self._sent[who, self.lives[who], facts["step"], facts["index"]] += 1
-
-    def _applied(self, member: Member) -> None:
-        self.note_record(member.orders.record if member.orders else None)
-        complete = self.checkpoints.note(member) if self.checkpoints else None
-        if complete is not None and self.leader is not None:
-            self.leader.saved_step = complete
 
     @property
     def effects(self) -> Counter[str]:
         """What the faults did, beyond that they were injected."""
-        told = Counter(self.network.effects) + self.told
-        told["repeated"] = sum(count - 1 for count in self._sent.values())
-        told["early takeover"] = self.early_takeovers
-        told["takeover"] = max(len(self.terms) - 1, 0)
-        told["answer recomputed"] = self.evicted
-        return +told
-
-    def note_record(self, record: Record | None) -> None:
-        """No two records follow the same one, whoever holds them."""
-        if record is not None:
-            known = self.records.setdefault(record.predecessor, record.hash)
-            if known != record.hash:  # raised, it would be the process's to deal with
-                self.fail(AssertionError(f"two records of step {record.step}"))
-
-    def stays(self, name: str) -> bool:
-        """Whether nothing is under way that takes its state away."""
-        return name not in self.leaving and not self.computes[name].failing[Kind.UPDATE]
-
-    def stays_for_now(self, name: str) -> bool:
-        """Wherever it wants to go: it has not been told that it may."""
-        return not self.members[name].finished.is_set()
-
-    def _voted(self) -> None:
-        """What a majority has accepted under one key is chosen, whether anybody knows or not."""
-        accepted: dict[Key, list[str]] = {}
-        for name, disk in self.disks.items():
-            if (mine := disk.vote.accepted) is not None and mine.record is not None:
-                accepted.setdefault(mine.key, []).append(name)
-                if is_majority(accepted[mine.key], self.trainer_ids):
-                    self.note_record(mine.record)
-            self.note_record(disk.vote.committed)
-
-    def can_lose(self, name: str, to: Callable[[str], bool] | None = None) -> bool:
-        """Whether others of the stage hold what it needs to go on; else only a checkpoint helps.
-        Others are those for whom `to` is true, `stays` by default."""
-        lost = self.members[name].server
-        if lost is None:
-            return True
-        votes = [disk.vote for disk in self.disks.values()]
-        records = [vote.committed for vote in votes if vote.committed is not None]
-        newest = max(records, key=lambda each: each.step, default=None)
-        next_step = newest.step + 1 if newest else 0
-        # What one trainer has accepted may be committed, and not known to be.
-        pending = [
-            vote.accepted.record
-            for vote in votes
-            if vote.accepted is not None
-            and vote.accepted.record is not None
-            and vote.accepted.key.step == next_step
-        ]
-        return any(
-            self._has_state(other, lost.stage, next_step, newest, pending)
-            for each, other in self.members.items()
-            if each != name and (to or self.stays)(each)
-        )
-
-    @staticmethod
-    def _has_state(
-        member: Member,
-        stage: int,
-        next_step: int,
-        newest: Record | None,
-        pending: Sequence[Record],
-    ) -> bool:
-        """Whether it is, or will be by itself, at the newest state there may be of its stage."""
-        server, orders = member.server, member.orders
-        if server is None or orders is None or server.stage != stage or not orders.valid:
-            return False
-        sha256 = orders.prepared.update.facts.sha256 if orders.prepared else ""
-        step = server.ledger.step
-        if step == next_step:
-            return all(sha256 == record.gradients[stage] for record in pending)
-        if newest is None or step != next_step - 1:
-            return step > next_step
-        return not pending and sha256 == newest.gradients[stage]
+        return self.chronicle.effects
 
     # ---- the run --------------------------------------------------------------------------------
 
     async def lead(self, name: str, leader: Leader) -> None:
         """One term, to the end of the run if it lasts so long."""
-        for other, trainer in self.trainers.items():
-            if trainer.leader not in (None, leader) and other not in self.network.frozen:
-                self.early_takeovers += 1
-        self.leader, self.terms[leader.term.epoch, leader.term.counter] = leader, name
+        self.leader = leader
+        self.chronicle.begins_to_lead(name, leader)
         await self.at_record(leader)
         while leader.next_step < self.num_steps:
             self.results.append(await leader.train_step())
@@ -478,7 +380,7 @@ class Swarm:
 
     async def at_record(self, leader: Leader) -> None:
         """A leader begins, or has committed a step."""
-        self.note_record(leader.record)
+        self.chronicle.note_record(leader.record)
 
     def saved_of(self, name: str) -> Saved | None:
         """The checkpoints a trainer has."""

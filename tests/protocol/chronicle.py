@@ -1,0 +1,141 @@
+"""What is known of a simulated run from outside: records, terms, what replicas hold and were told.
+
+No process of the swarm knows as much. So it can say whether a stage would survive a loss, and it
+notices two records in one place even if nobody else ever would.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from peer.leader import Leader
+from peer.member import Member
+from swarm.compute import Kind
+from swarm.consensus import Key, is_majority
+from swarm.terms import Record
+
+if TYPE_CHECKING:
+    from tests.protocol.simulated import Swarm
+
+# What the protocol did because of faults, by the point that says so.
+TOLD = {
+    "expelled": "expelled",
+    "round_failed": "averaging repeated",
+    "failed": "microbatch failed",
+    "epoch": "epoch opened",
+    "bad_chunk": "bad chunk",
+}
+
+
+class Chronicle:
+    """Watches one `Swarm`. `terms`: who led in which, by (epoch, counter)."""
+
+    def __init__(self, swarm: Swarm) -> None:
+        self.swarm = swarm
+        self.records: dict[str, str] = {}  # hash by that of the one before, whoever has it
+        self.terms: dict[tuple[int, int], str] = {}
+        self.told: Counter[str] = Counter()  # of TOLD
+        self._sent: Counter[tuple[str, int, int, int]] = Counter()  # calls from hop to hop
+        self._early = 0  # terms that were won while the leader before was well
+
+    def passed(self, who: str, point: str, facts: dict[str, Any]) -> None:
+        """Somebody passes a point of the protocol."""
+        if point == "committed":
+            orders = self.swarm.members[who].orders if who in self.swarm.members else None
+            self.note_record(orders.record if orders else None)
+        elif point in TOLD:
+            self.told[TOLD[point]] += 1
+        elif point == "sent":
+            self._sent[who, self.swarm.lives[who], facts["step"], facts["index"]] += 1
+
+    def begins_to_lead(self, name: str, leader: Leader) -> None:
+        for other, trainer in self.swarm.trainers.items():
+            if trainer.leader not in (None, leader) and other not in self.swarm.network.frozen:
+                self._early += 1
+        self.terms[leader.term.epoch, leader.term.counter] = name
+
+    @property
+    def effects(self) -> Counter[str]:
+        """What the faults did, beyond that they were injected."""
+        effects = Counter(self.swarm.network.effects) + self.told
+        effects["repeated"] = sum(count - 1 for count in self._sent.values())
+        effects["early takeover"] = self._early
+        effects["takeover"] = max(len(self.terms) - 1, 0)
+        effects["answer recomputed"] = self.swarm.evicted
+        return +effects
+
+    # ---- records --------------------------------------------------------------------------------
+
+    def note_record(self, record: Record | None) -> None:
+        """No two records follow the same one, whoever holds them."""
+        if record is not None:
+            known = self.records.setdefault(record.predecessor, record.hash)
+            if known != record.hash:  # raised here, it would be the process's to deal with
+                self.swarm.fail(AssertionError(f"two records of step {record.step}"))
+
+    def voted(self) -> None:
+        """What a majority has accepted under one key is chosen, whether anybody knows or not."""
+        accepted: dict[Key, list[str]] = {}
+        for name, disk in self.swarm.disks.items():
+            if (mine := disk.vote.accepted) is not None and mine.record is not None:
+                accepted.setdefault(mine.key, []).append(name)
+                if is_majority(accepted[mine.key], self.swarm.trainer_ids):
+                    self.note_record(mine.record)
+            self.note_record(disk.vote.committed)
+
+    # ---- what a loss would cost -----------------------------------------------------------------
+
+    def stays(self, name: str) -> bool:
+        """Whether nothing is under way that takes its state away."""
+        failing = self.swarm.computes[name].failing[Kind.UPDATE]
+        return name not in self.swarm.leaving and not failing
+
+    def stays_for_now(self, name: str) -> bool:
+        """Wherever it wants to go: it has not been told that it may."""
+        return not self.swarm.members[name].finished.is_set()
+
+    def can_lose(self, name: str, to: Callable[[str], bool] | None = None) -> bool:
+        """Whether others of the stage hold what it needs to go on; else only a checkpoint helps.
+        Others are those for whom `to` is true, `stays` by default."""
+        lost = self.swarm.members[name].server
+        if lost is None:
+            return True
+        votes = [disk.vote for disk in self.swarm.disks.values()]
+        records = [vote.committed for vote in votes if vote.committed is not None]
+        newest = max(records, key=lambda each: each.position, default=None)
+        next_step = newest.step + 1 if newest else 0
+        # What one trainer has accepted may be committed, and not known to be.
+        pending = [
+            vote.accepted.record
+            for vote in votes
+            if vote.accepted is not None
+            and vote.accepted.record is not None
+            and vote.accepted.key.step == next_step
+        ]
+        return any(
+            _has_state(other, lost.stage, next_step, newest, pending)
+            for each, other in self.swarm.members.items()
+            if each != name and (to or self.stays)(each)
+        )
+
+
+def _has_state(
+    member: Member,
+    stage: int,
+    next_step: int,
+    newest: Record | None,
+    pending: Sequence[Record],
+) -> bool:
+    """Whether it is, or will be by itself, at the newest state there may be of its stage."""
+    server, orders = member.server, member.orders
+    if server is None or orders is None or server.stage != stage or not orders.valid:
+        return False
+    sha256 = orders.prepared.update.facts.sha256 if orders.prepared else ""
+    step = server.ledger.step
+    if step == next_step:
+        return all(sha256 == record.gradients[stage] for record in pending)
+    if newest is None or step != next_step - 1:
+        return step > next_step
+    return not pending and sha256 == newest.gradients[stage]
