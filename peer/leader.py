@@ -224,6 +224,8 @@ class Leader:
                 if await self.admission.hold(step, loop.time() - began):
                     continue
                 await self.quorum.void(step.number)
+                if not step.complete:
+                    continue  # somebody was lost while the trainers were asked
                 prepared = await self.averager.run(step)
                 if prepared is not None:
                     break

@@ -85,6 +85,7 @@ class Orders:
         self.fell_behind = asyncio.Event()
         self.valid = True  # False: the state is not that of the ledger's step, and must be fetched
         self._round: asyncio.Task[Prepared] | None = None
+        self._clearing: asyncio.Task[None] | None = None  # for the last reset
         self._round_ballot: Ballot | None = None
         self.commit_lock = asyncio.Lock()
         self._mark: tuple[int, str] | None = None  # the step and fingerprint of the state
@@ -139,8 +140,19 @@ class Orders:
         if ledger.reset(term, step, count(body.get("number"))):
             self._stop_round()
             self.server.drop_works()
-            await self.server.compute.run(Kind.UPDATE, self.server.state.clear)
+            self._clearing = self.server.tasks.spawn(self._clear(), "clear")
+        if self._clearing is not None:
+            # The order's connection may end: the ledger is empty, so the accumulator must be.
+            await asyncio.shield(self._clearing)
         return Message({"step": ledger.step})
+
+    async def _clear(self) -> None:
+        """Empty the accumulator, as the ledger is. Raises StageFailedError; only a reset helps."""
+        try:
+            await self.server.compute.run(Kind.UPDATE, self.server.state.clear)
+        except StageFailedError:
+            self.server.ledger.spoil()
+            raise
 
     async def _inspect(self, channel: Channel, message: Message) -> Message:
         """What a new leader asks first: where this replica stands, and what it has counted.

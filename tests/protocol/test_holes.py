@@ -12,9 +12,10 @@ import pytest
 
 from peer.calls import MicrobatchCall
 from peer.leader import StepResult
+from peer.quorum import Quorum
 from swarm.compute import Kind
 from swarm.errors import StageFailedError
-from swarm.net.channel import CallFailedError, Channel
+from swarm.net.channel import CallFailedError, Channel, Message
 from swarm.net.links import Links
 from swarm.sim.virtual_time import run
 from swarm.terms import Term
@@ -497,6 +498,55 @@ def test_a_member_whose_ledger_differs_is_expelled_and_its_share_computed_again(
     swarm = Swarm()
     assert during(swarm, act)["sha256"] == baseline()[0]
     assert reasons(swarm) == ["r1.0#1"]
+
+
+def test_a_reset_whose_connection_ends_is_carried_out_whole() -> None:
+    """The ledger was emptied and the accumulator not: a new leader adopts such a replica."""
+    cleared: list[int] = []
+
+    async def act(swarm: Swarm) -> None:
+        member, leader = swarm.members["r1.0"], swarm.leader
+        server, orders = member.server, member.orders
+        assert leader is not None
+        assert leader.step is not None
+        assert server is not None
+        assert orders is not None
+        assert member.leader is not None
+        await until(lambda: server.ledger.step == 1 and bool(server.ledger.counted))
+        number, clear = leader.step.next_try(), server.state.clear
+
+        def noted() -> None:
+            cleared.append(server.ledger.floor)
+            clear()
+
+        server.state.clear = noted  # type: ignore[method-assign]
+        order = Message({"term": list(leader.term), "step": 1, "number": number})
+        answering = asyncio.ensure_future(orders._reset(member.leader, order))
+        await asyncio.sleep(0)
+        assert not server.ledger.counted
+        answering.cancel()
+        await until(lambda: bool(cleared))
+        assert cleared == [number]
+
+    assert during(Swarm(), act)["sha256"] == baseline()[0]
+    assert cleared
+
+
+def test_a_replica_dies_while_the_trainers_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before averaging; what it had counted was missing, and the leader crashed."""
+    swarm = Swarm(trainer_ids=("t0", "t1", "t2"))
+    void, struck = Quorum.void, []
+
+    async def slowly(quorum: Quorum, step: int) -> None:
+        if step == 1 and not struck:
+            struck.append(step)
+            swarm.kill("r1.1")
+            await asyncio.sleep(0.1)
+        await void(quorum, step)
+
+    monkeypatch.setattr(Quorum, "void", slowly)
+    assert swarm.run()["sha256"] == baseline()[0]
+    assert struck == [1]
 
 
 def test_a_replica_that_came_back_is_not_dropped_with_its_former_connection() -> None:
