@@ -367,7 +367,14 @@ class Quorum:
     # ---- the vote -------------------------------------------------------------------------------
 
     async def _change(self, decide: Callable[[Vote], Answer]) -> Answer:
-        """Decide on the present vote and make the outcome durable, one at a time."""
+        """Decide on the present vote and make the outcome durable, one at a time.
+
+        Begun, it is carried out, also when whoever asked is gone: a write that goes on in its
+        thread after the next one has begun could end after it, and undo what was told.
+        """
+        return await asyncio.shield(self._tasks.spawn(self._carry_out(decide), "vote"))
+
+    async def _carry_out(self, decide: Callable[[Vote], Answer]) -> Answer:
         async with self._changing:
             answer = decide(self._disk.vote)
             if answer.yes and answer.vote != self._disk.vote:

@@ -79,11 +79,11 @@ class Chronicle:
         """What a majority has accepted under one key is chosen, whether anybody knows or not."""
         accepted: dict[Key, list[str]] = {}
         for name, disk in self.swarm.disks.items():
-            if (mine := disk.vote.accepted) is not None and mine.record is not None:
+            if (mine := disk.durable.accepted) is not None and mine.record is not None:
                 accepted.setdefault(mine.key, []).append(name)
                 if is_majority(accepted[mine.key], self.swarm.trainer_ids):
                     self.note_record(mine.record)
-            self.note_record(disk.vote.committed)
+            self.note_record(disk.durable.committed)
 
     # ---- what a loss would cost -----------------------------------------------------------------
 
@@ -102,7 +102,8 @@ class Chronicle:
         lost = self.swarm.members[name].server
         if lost is None:
             return True
-        votes = [disk.vote for disk in self.swarm.disks.values()]
+        disks = self.swarm.disks.values()
+        votes = [vote for disk in disks for vote in (disk.durable, *disk.writing.values())]
         records = [vote.committed for vote in votes if vote.committed is not None]
         newest = max(records, key=lambda each: each.position, default=None)
         next_step = newest.step + 1 if newest else 0

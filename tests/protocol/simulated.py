@@ -66,18 +66,40 @@ class FaultyCompute(InlineCompute):
         return await super().run(kind, fail)
 
 
-class FullDisk(MemoryDisk):
-    """A trainer's memory that can be full. `saved` is called when something is written."""
+class SlowDisk(MemoryDisk):
+    """A trainer's memory that takes time, and can be full. `saved` is called when it is written.
 
-    full = False
-    saved: Callable[[], None] | None = None
+    As with a thread that writes, whoever waits for it may be gone by then. `vote` is what the
+    present process knows, `durable` what the next one will read.
+    """
+
+    def __init__(self, disk_id: str = "first disk", seed: str = "") -> None:
+        super().__init__(disk_id)
+        self.durable = self.vote
+        self.writing: dict[int, Vote] = {}
+        self.full = False
+        self.saved: Callable[[], None] = lambda: None
+        self._random, self._writes = random.Random(seed), 0
+
+    def begin_life(self) -> None:
+        self.vote = self.durable
 
     async def save(self, vote: Vote) -> None:
         if self.full:
             raise StorageError("no space left on the disk")
-        await super().save(vote)
-        if self.saved is not None:
-            self.saved()
+        loop = asyncio.get_running_loop()
+        written: asyncio.Future[None] = loop.create_future()
+        self._writes += 1
+        self.writing[self._writes] = vote
+        loop.call_later(self._random.uniform(0.001, 0.004), self._write, self._writes, written)
+        await written
+        self.vote = vote
+
+    def _write(self, number: int, written: asyncio.Future[None]) -> None:
+        self.durable = self.writing.pop(number)
+        self.saved()
+        if not written.done():
+            written.set_result(None)
 
 
 @dataclass
@@ -116,7 +138,7 @@ class Swarm:
         every = self.checkpoint_every
         self.checkpoints = Checkpoints(every, self.num_stages) if every else None
         self.chronicle = Chronicle(self)
-        self.disks = {name: FullDisk() for name in self.trainer_ids}
+        self.disks = {name: SlowDisk(seed=f"{self.seed}/{name}") for name in self.trainer_ids}
         for disk in self.disks.values():
             disk.saved = self.chronicle.voted
         self.order: Origin | None = None  # an operator's, to trainers that start from now on
@@ -177,6 +199,7 @@ class Swarm:
             heartbeat_s=self.heartbeat_s,
             silence_s=self.silence_s,
         )
+        self.disks[name].begin_life()
         quorum = Quorum(self.trainer_ids, name, self.disks[name], say=self.trainers_say)
         quorum.random.seed(f"{self.seed}/{incarnation}")
 

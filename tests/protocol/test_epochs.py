@@ -15,7 +15,7 @@ from peer.snapshots import Snapshot
 from tests.protocol.checkpoints import MemorySaved, snapshot_of
 from tests.protocol.faults import LEADER, Fault
 from tests.protocol.scenario import LIMIT_S, TRAINERS
-from tests.protocol.simulated import FullDisk, Swarm, baseline, plan
+from tests.protocol.simulated import SlowDisk, Swarm, baseline, plan
 
 STEPS = 6
 ALONE = ("t0",)
@@ -211,7 +211,7 @@ def test_nobody_comes_and_the_run_waits() -> None:
 def lose_disk(swarm: EpochSwarm, name: str, away_s: float = 1.0) -> None:
     """The trainer dies with its disk and comes back as if it had never voted."""
     swarm.kill_trainer(name, away_s)
-    swarm.disks[name] = FullDisk("other disk")
+    swarm.disks[name] = SlowDisk("other disk")
 
 
 def test_a_trainer_that_lost_its_disk_does_not_vote_and_the_others_go_on() -> None:

@@ -14,12 +14,22 @@ from peer.calls import MicrobatchCall
 from peer.leader import StepResult
 from peer.quorum import Quorum
 from swarm.compute import Kind
+from swarm.consensus import on_prepare
 from swarm.errors import StageFailedError
 from swarm.net.channel import CallFailedError, Channel, Message
 from swarm.net.links import Links
 from swarm.sim.virtual_time import run
 from swarm.terms import Term
-from tests.protocol.simulated import LEADER, RUN_ID, Fault, Swarm, TinyBatches, baseline, plan
+from tests.protocol.simulated import (
+    LEADER,
+    RUN_ID,
+    Fault,
+    SlowDisk,
+    Swarm,
+    TinyBatches,
+    baseline,
+    plan,
+)
 
 
 def total_s(results: list[StepResult]) -> float:
@@ -530,6 +540,26 @@ def test_a_reset_whose_connection_ends_is_carried_out_whole() -> None:
 
     assert during(Swarm(), act)["sha256"] == baseline()[0]
     assert cleared
+
+
+def test_a_vote_that_was_told_is_not_undone_by_one_that_nobody_waits_for() -> None:
+    """The connection of the first question ends while its vote is being written."""
+
+    async def main(seed: int) -> None:
+        disk = SlowDisk(seed=str(seed))
+        quorum = Quorum(("a", "b", "c"), "a", disk)
+        lower, higher = Term(0, 1, "b#1"), Term(0, 2, "c#1")
+        asking = asyncio.ensure_future(quorum._change(lambda vote: on_prepare(vote, lower)))
+        await asyncio.sleep(0.0005)
+        asking.cancel()
+        assert (await quorum._change(lambda vote: on_prepare(vote, higher))).yes
+        assert disk.durable.promised == higher
+        await asyncio.sleep(1.0)
+        assert disk.durable.promised == higher
+        await quorum.aclose()
+
+    for seed in range(20):
+        run(main(seed))
 
 
 def test_a_replica_dies_while_the_trainers_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
