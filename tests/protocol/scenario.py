@@ -26,6 +26,7 @@ REPLICA_POINTS = (
 LEADER_POINTS = ("issue", "acknowledged", "failed", "expelled", "admitted", "record")
 LIMIT_S = 1500.0  # of virtual time
 HEARTBEAT_S = 2.0  # as rarely as the silence allowed permits: half of all frames would be pings
+DISK_S = 0.002
 MAX_DRAWS = 8
 
 
@@ -69,6 +70,7 @@ class Scenario:
             faults=list(self.faults),
             seconds=self.seconds,
             heartbeat_s=HEARTBEAT_S,
+            disk_s=DISK_S,
             slots=self.slots,
             kept_bytes=self.kept_bytes,
             speed=dict(self.slow),

@@ -67,14 +67,15 @@ class FaultyCompute(InlineCompute):
 
 
 class SlowDisk(MemoryDisk):
-    """A trainer's memory that takes time, and can be full. `saved` is called when it is written.
+    """A trainer's memory that takes `seconds` and can be full; `saved` is called after a write.
 
     As with a thread that writes, whoever waits for it may be gone by then. `vote` is what the
     present process knows, `durable` what the next one will read.
     """
 
-    def __init__(self, disk_id: str = "first disk", seed: str = "") -> None:
+    def __init__(self, disk_id: str = "first disk", seconds: float = 0.0, seed: str = "") -> None:
         super().__init__(disk_id)
+        self.seconds = seconds
         self.durable = self.vote
         self.writing: dict[int, Vote] = {}
         self.full = False
@@ -91,7 +92,11 @@ class SlowDisk(MemoryDisk):
         written: asyncio.Future[None] = loop.create_future()
         self._writes += 1
         self.writing[self._writes] = vote
-        loop.call_later(self._random.uniform(0.001, 0.004), self._write, self._writes, written)
+        if self.seconds:
+            seconds = self.seconds * self._random.uniform(0.5, 2.0)
+            loop.call_later(seconds, self._write, self._writes, written)
+        else:
+            self._write(self._writes, written)
         await written
         self.vote = vote
 
@@ -128,6 +133,7 @@ class Swarm:
     trainer_ids: Sequence[str] = (LEADER,)
     leases: Mapping[str, float] = field(default_factory=dict)
     moves: MovePolicy | None = None
+    disk_s: float = 0.0  # about so long a vote takes to be written
     checkpoint_every: int = 0  # steps; 0: none, and nobody goes back
 
     def __post_init__(self) -> None:
@@ -138,7 +144,10 @@ class Swarm:
         every = self.checkpoint_every
         self.checkpoints = Checkpoints(every, self.num_stages) if every else None
         self.chronicle = Chronicle(self)
-        self.disks = {name: SlowDisk(seed=f"{self.seed}/{name}") for name in self.trainer_ids}
+        self.disks = {
+            name: SlowDisk(seconds=self.disk_s, seed=f"{self.seed}/{name}")
+            for name in self.trainer_ids
+        }
         for disk in self.disks.values():
             disk.saved = self.chronicle.voted
         self.order: Origin | None = None  # an operator's, to trainers that start from now on

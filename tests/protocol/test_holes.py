@@ -546,7 +546,7 @@ def test_a_vote_that_was_told_is_not_undone_by_one_that_nobody_waits_for() -> No
     """The connection of the first question ends while its vote is being written."""
 
     async def main(seed: int) -> None:
-        disk = SlowDisk(seed=str(seed))
+        disk = SlowDisk(seconds=0.002, seed=str(seed))
         quorum = Quorum(("a", "b", "c"), "a", disk)
         lower, higher = Term(0, 1, "b#1"), Term(0, 2, "c#1")
         asking = asyncio.ensure_future(quorum._change(lambda vote: on_prepare(vote, lower)))
