@@ -23,6 +23,7 @@ from _helpers import Helper, print_results, result
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL_RUN = 12
+START_LIMIT_S = 60.0
 
 
 def quantile(values: list[float], share: float) -> float:
@@ -30,20 +31,22 @@ def quantile(values: list[float], share: float) -> float:
     return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
 
-async def view(port: int, until: float, latencies: list[float], sizes: list[int]) -> None:
-    """One viewer."""
+async def view(
+    port: int, watching: asyncio.Semaphore, latencies: list[float], sizes: list[int]
+) -> None:
+    """One viewer, until it is cancelled. Released once when its first update has come."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
     writer.write(b"GET /api/v1/stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    first = True
     try:
-        while time.time() < until:
-            async with asyncio.timeout(max(until - time.time(), 0.01)):
-                line = await reader.readline()
+        while line := await reader.readline():
             if line.startswith(b"data: ") and b'"at":' in line[:60]:
                 at = float(line.split(b'"at":', 1)[1].split(b",", 1)[0].rstrip(b"}\n"))
                 latencies.append(time.time() - at)
                 sizes.append(len(line))
-    except TimeoutError:
-        return
+                if first:
+                    first = False
+                    watching.release()
     finally:
         writer.close()
 
@@ -52,17 +55,21 @@ async def load(helper: Helper, port: int, viewers: int, seconds: float) -> dict[
     """Latency and the server's CPU with so many viewers, once all have connected."""
     latencies: list[float] = []
     sizes: list[int] = []
-    until = time.time() + seconds + 5
-    tasks = [asyncio.create_task(view(port, until, latencies, sizes)) for _ in range(viewers)]
-    await asyncio.sleep(5)
+    watching = asyncio.Semaphore(0)
+    tasks = [asyncio.create_task(view(port, watching, latencies, sizes)) for _ in range(viewers)]
+    async with asyncio.timeout(START_LIMIT_S):
+        for _ in range(viewers):
+            await watching.acquire()
     latencies.clear()
     helper.tell(do="cpu")
     before, began = helper.hear()["cpu_s"], time.monotonic()
-    await asyncio.sleep(seconds - 0.5)
+    await asyncio.sleep(seconds)
     helper.tell(do="cpu")
     cpu = (helper.hear()["cpu_s"] - before) / (time.monotonic() - began)
-    await asyncio.gather(*tasks)
-    expected = viewers * (seconds - 2)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    expected = viewers * seconds
     if len(latencies) < expected * 0.5:
         raise RuntimeError(f"only {len(latencies)} updates of about {expected:.0f} arrived")
     return {
@@ -140,8 +147,15 @@ def in_browser(port: int, updates: int) -> dict[str, float] | None:
 def served(num_peers: int) -> tuple[Helper, int]:
     helper = Helper("_synthetic_dashboard.py", str(num_peers))
     port: int = helper.hear()["port"]
-    time.sleep(3)
-    return helper, port
+    until = time.monotonic() + START_LIMIT_S
+    while True:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/healthz", timeout=5):
+                return helper, port
+        except OSError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.1)
 
 
 def main() -> None:
