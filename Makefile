@@ -55,6 +55,8 @@ lint: .venv/.stamp-test
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
 	@$(BIN)/python -m mypy
+	@cd benchmarks && MYPYPATH=.:wan:../tests/browser:.. ../$(BIN)/python -m mypy \
+		--config-file ../pyproject.toml --explicit-package-bases *.py wan/*.py
 
 # Each prints a table and, as its last line, one JSON object; that line is kept in benchmarks/out/.
 # A goal that is missed is a result, not a failure.

@@ -48,7 +48,7 @@ class Helper:
                 answer: dict[str, Any] = json.loads(line)
                 return answer
         self.log.seek(0)
-        raise RuntimeError(f"{self.process.args} ended: {self.log.read()[-2000:]}")
+        raise RuntimeError(f"{self.process.args!r} ended: {self.log.read()[-2000:]}")
 
     def close(self) -> None:
         self.process.kill()

@@ -115,9 +115,9 @@ def paced_swarm(
 
 def peer(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
     """A peer with a paced device, which several stages may share."""
-    import peer.run_peer as run_peer
     from peer.member import Member
-    from swarm.compute import Kind
+    from peer.run_peer import PeerProcess
+    from swarm.compute import Compute, Kind
     from swarm.sim.paced import PacedCompute
 
     forward_s, backward_s = (float(each) for each in os.environ[SECONDS].split())
@@ -153,9 +153,13 @@ def peer(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
             super().__init__(*args, **options)
             self.compute = Share(self, self.compute)
 
-    run_peer.ThreadCompute = lambda *, afab=False: PacedCompute(seconds_of, afab=afab)  # type: ignore[assignment,misc]
-    run_peer.Member = PacedMember  # type: ignore[misc]
-    return witness.peer(arguments, tell)
+    class PacedPeer(PeerProcess):
+        member_type = PacedMember
+
+        def open_device(self) -> Compute:
+            return PacedCompute(seconds_of)
+
+    return witness.peer(arguments, tell, PacedPeer)
 
 
 def now() -> float:

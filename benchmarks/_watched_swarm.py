@@ -49,9 +49,9 @@ class WatchedSwarm(LocalSwarm):
 
     async def _ask(self, name: str, question: Mapping[str, Any]) -> dict[str, Any]:
         path = self._sockets / name
+        self._raise_if_ended()
         while not path.exists():
-            if self._fatal is not None:
-                raise self._fatal
+            self._raise_if_ended()
             await asyncio.sleep(0.05)
         reader, writer = await asyncio.open_unix_connection(str(path), limit=1 << 24)
         writer.write(json.dumps(dict(question)).encode() + b"\n")
@@ -61,6 +61,14 @@ class WatchedSwarm(LocalSwarm):
             raise RuntimeError(f"{name} has ended; see {self.run_dir}")
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+    def _raise_if_ended(self) -> None:
+        """A swarm that has lost somebody would be waited for in vain."""
+        if self._fatal is not None:
+            raise self._fatal
+        for process in self.processes.values():
+            if process.child is not None and not process.alive:
+                raise RuntimeError(f"{process.name} has ended: {process.log.read_text()[-2000:]}")
 
 
 async def _serve(name: str, answer: Answer) -> None:
@@ -79,9 +87,9 @@ async def _serve(name: str, answer: Answer) -> None:
 
 def leader(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
     """As `local_entry.leader`, one step per order, after `FREE_STEPS` that wait for none."""
-    import peer.run_leader
     import swarm.net.channel as channel
     from peer.leader import Leader, StepResult
+    from peer.run_leader import LeaderProcess
 
     free_steps = int(os.environ.get(FREE_STEPS, "0"))
     sent_bytes = 0
@@ -98,7 +106,7 @@ def leader(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
     class OrderedLeader(Leader):
         """Trains when told, and notes when each replica was first given a microbatch."""
 
-        async def begin(self) -> None:
+        async def begin(self, *args: Any, **options: Any) -> None:
             self.orders: asyncio.Queue[asyncio.Future[dict[str, Any]]] = asyncio.Queue()
             self.first_issue: dict[str, float] = {}
 
@@ -119,7 +127,7 @@ def leader(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
             await _serve("leader", give)
             await _serve("replicas", replicas)
             self.said, self.probe = self.probe, self._note
-            await super().begin()
+            await super().begin(*args, **options)
 
         def _note(self, point: str, **facts: Any) -> None:
             if point == "issue":
@@ -157,17 +165,19 @@ def leader(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
             )
             return result
 
-    peer.run_leader.Leader = OrderedLeader  # type: ignore[misc]
-    return local_entry.leader(arguments, tell)
+    class OrderedProcess(LeaderProcess):
+        leader_type = OrderedLeader
+
+    return local_entry.leader(arguments, tell, OrderedProcess)
 
 
 def peer(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
     """As `local_entry.peer`, with a timeline of its compute thread."""
-    import peer.stage_server as stage_server
     from peer.run_peer import PeerProcess
-    from swarm.compute import ThreadCompute
+    from swarm.compute import Compute, ThreadCompute
     from swarm.device import Arrivals
     from swarm.model.layout import ParameterLayout
+    from swarm.wire.boundaries import BoundaryCodecs
 
     spans: list[tuple[str, float, float, float]] = []  # kind, start, end, thread's CPU time
     parts: dict[str, list[tuple[float, float]]] = defaultdict(list)
@@ -183,40 +193,41 @@ def peer(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
 
         return run
 
-    stage_server.encode = timed("encode", stage_server.encode)  # type: ignore[attr-defined]
+    BoundaryCodecs.encode = timed("encode", BoundaryCodecs.encode)  # type: ignore[method-assign]
     Arrivals.tensors = timed("decode", Arrivals.tensors)  # type: ignore[method-assign]
     ParameterLayout.grad_into = timed(  # type: ignore[method-assign]
         "accumulate", ParameterLayout.grad_into
     )
-    run_task = ThreadCompute.run
 
-    async def run_timed(self: ThreadCompute, kind: Any, task: Callable[[], Any]) -> Any:
-        def note() -> Any:
-            start, cpu = time.perf_counter(), time.thread_time()
-            try:
-                return task()
-            finally:
-                spans.append((kind.name, start, time.perf_counter(), time.thread_time() - cpu))
+    class TimedCompute(ThreadCompute):
+        async def run(self, kind: Any, task: Callable[[], Any]) -> Any:
+            def note() -> Any:
+                start, cpu = time.perf_counter(), time.thread_time()
+                try:
+                    return task()
+                finally:
+                    spent = time.thread_time() - cpu
+                    spans.append((kind.name, start, time.perf_counter(), spent))
 
-        return await run_task(self, kind, note)
+            return await super().run(kind, note)
 
-    ThreadCompute.run = run_timed  # type: ignore[method-assign]
-    run_process = PeerProcess.run
+    class WatchedPeer(PeerProcess):
+        def open_device(self) -> Compute:
+            return TimedCompute()
 
-    async def run_watched(self: PeerProcess) -> None:
-        def answer(question: dict[str, Any]) -> dict[str, Any]:
-            start, end = question["start"], question["end"]
-            chosen = [each for each in list(spans) if start <= each[1] < end]  # in time order
-            inner = {
-                name: sum(seconds for at, seconds in list(each) if start <= at < end)
-                for name, each in parts.items()
-            }
-            spans.clear()
-            parts.clear()
-            return {"spans": chosen, "parts": inner, "pid": os.getpid()}
+        async def run(self) -> None:
+            await _serve(f"stage{self.options.stages[0]}", answer)
+            await super().run()
 
-        await _serve(f"stage{self.options.stages[0]}", answer)
-        await run_process(self)
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        start, end = question["start"], question["end"]
+        chosen = [each for each in list(spans) if start <= each[1] < end]  # in time order
+        inner = {
+            name: sum(seconds for at, seconds in list(each) if start <= at < end)
+            for name, each in parts.items()
+        }
+        spans.clear()
+        parts.clear()
+        return {"spans": chosen, "parts": inner, "pid": os.getpid()}
 
-    PeerProcess.run = run_watched  # type: ignore[method-assign]
-    return local_entry.peer(arguments, tell)
+    return local_entry.peer(arguments, tell, WatchedPeer)

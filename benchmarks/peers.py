@@ -155,7 +155,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=256)
     parser.add_argument("--wire", default="float32", help="codec of the activations")
     parser.add_argument("--idle-s", type=float, default=10.0, help="time to watch an idle swarm")
-    parser.add_argument("--timeout-s", type=float, default=180.0, help="of a round")
+    parser.add_argument("--timeout-s", type=float, default=60.0, help="of a round")
     options = parser.parse_args()
     found = asyncio.run(measure(options))
     results = []

@@ -91,14 +91,17 @@ async def measure(address: str, repeat: int, mib: int) -> dict[str, list[float]]
     from hivemind.p2p import PeerID
 
     remote = PeerID.from_base58(peer)
-    pipes = [await p2p.call_binary_stream_handler(remote, "/hivemind-sink/1") for _ in range(4)]
+    pipes = []
+    for _ in range(4):
+        _, reader, writer = await p2p.call_binary_stream_handler(remote, "/hivemind-sink/1")
+        pipes.append((reader, writer))
     await asyncio.gather(*(ours(stream, 8) for stream in streams))
-    await asyncio.gather(*(theirs(reader, writer, 8) for _, reader, writer in pipes))
+    await asyncio.gather(*(theirs(*pipe, 8) for pipe in pipes))
     for _ in range(repeat):
         await timed("one stream", ours(streams[0], mib))
-        await timed("hivemind, one stream", theirs(*pipes[0][1:], mib))
+        await timed("hivemind, one stream", theirs(*pipes[0], mib))
         await timed("four streams", *(ours(stream, mib // 4) for stream in streams))
-        await timed("hivemind, four streams", *(theirs(*p[1:], mib // 4) for p in pipes))
+        await timed("hivemind, four streams", *(theirs(*pipe, mib // 4) for pipe in pipes))
     echo = await transport.dial(peer, "/echo/1", [address])
     for _ in range(300):
         begun = time.perf_counter()
@@ -112,7 +115,7 @@ async def measure(address: str, repeat: int, mib: int) -> dict[str, list[float]]
         await stream.receive_exactly(64)
         times.setdefault("open and round trip", []).append((time.perf_counter() - begun) * 1e6)
         await stream.close()
-    for _, _, writer in pipes:
+    for _, writer in pipes:
         writer.close()
     await p2p.shutdown()
     await transport.close()

@@ -19,9 +19,13 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from swarm.errors import SwarmError
+
+if TYPE_CHECKING:
+    from peer.run_leader import LeaderProcess
+    from peer.run_peer import PeerProcess
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -48,8 +52,10 @@ def preload(model_type: str | None) -> None:
         raise RuntimeError("the imports have started CUDA")
 
 
-def leader(arguments: Mapping[str, Any], tell: Tell) -> int:
-    """Lead a run; tells the link and in the end the report."""
+def leader(
+    arguments: Mapping[str, Any], tell: Tell, make: type[LeaderProcess] | None = None
+) -> int:
+    """Lead a run, as `make` does it; tells the link and in the end the report."""
 
     async def main() -> None:
         from peer.report import step_line
@@ -57,7 +63,7 @@ def leader(arguments: Mapping[str, Any], tell: Tell) -> int:
         from swarm.config import parse_config
         from swarm.net.identity import claim_identity_file
 
-        process = LeaderProcess(
+        process = (make or LeaderProcess)(
             parse_config(arguments["config"]),
             Path(arguments["run_dir"]),
             claim_identity_file(arguments["identity_path"]),
@@ -76,8 +82,11 @@ def leader(arguments: Mapping[str, Any], tell: Tell) -> int:
     return run(main, tell, threads=arguments["threads"])
 
 
-def peer(arguments: Mapping[str, Any], tell: Tell) -> int:
-    """Serve a stage. The first SIGTERM drains for `drain_s`, the second leaves at once."""
+def peer(arguments: Mapping[str, Any], tell: Tell, make: type[PeerProcess] | None = None) -> int:
+    """Serve a stage, as `make` does it.
+
+    The first SIGTERM drains for `drain_s`, the second leaves at once.
+    """
     process: Any = None
 
     async def main() -> None:
@@ -101,7 +110,7 @@ def peer(arguments: Mapping[str, Any], tell: Tell) -> int:
             tell({"say": line})
 
         identity = claim_identity_file(data_dir / "identity.key")
-        process = PeerProcess(parse_link(arguments["join"]), identity, options, say=say)
+        process = (make or PeerProcess)(parse_link(arguments["join"]), identity, options, say=say)
         await process.run()
 
     async def drain() -> bool:

@@ -44,6 +44,10 @@ class Member:
     close.
     """
 
+    orders_type = (
+        Orders  # what carries out a leader's orders; one that keeps books may take its place
+    )
+
     def __init__(
         self,
         links: Links,
@@ -200,7 +204,7 @@ class Member:
             probe=self.probe,
         )
         self.server.links = self.links
-        self.orders = Orders(self.server, self.policy, self.trainers)
+        self.orders = self.orders_type(self.server, self.policy, self.trainers)
         self.donor = Donor(self.server, self.orders)
         self.catching_up = CatchUp(
             self.server,

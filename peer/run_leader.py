@@ -64,6 +64,8 @@ class LeaderProcess:
     whoever watches.
     """
 
+    leader_type = Leader  # what leads a term; one that keeps books may take its place
+
     def __init__(
         self,
         config: RunConfig,
@@ -177,7 +179,7 @@ class LeaderProcess:
         saved = SavedStates(self.run_dir, self.config, self.pipeline, say=self._say)
 
         def make_leader() -> Leader:
-            leader = Leader(
+            leader = self.leader_type(
                 plan_of(self.config),
                 self.pipeline,
                 dataset,

@@ -17,7 +17,7 @@ from peer.member import Member
 from peer.observe import Activity, PeerObservations, version
 from swarm.averaging import GroupAllReduce
 from swarm.averaging.policy import ExactPolicy
-from swarm.compute import ThreadCompute, WatchedCompute
+from swarm.compute import Compute, ThreadCompute, WatchedCompute
 from swarm.config import MAX_CONFIG_BYTES, RunConfig, from_canonical, with_pretrained_hash
 from swarm.device import allocator
 from swarm.errors import ConfigError, JoinError, SwarmError, VersionError
@@ -85,6 +85,8 @@ class Speaker:
 class PeerProcess:
     """The replicas of one run on one device. `remember(link)` is told of every link that worked."""
 
+    member_type = Member  # what serves a stage; one that keeps books may take its place
+
     def __init__(
         self,
         link: JoinLink,
@@ -133,6 +135,10 @@ class PeerProcess:
         """Leave politely; see `Member.drain`. Whether `run` now ends by itself; else cancel it."""
         self._leaving = True
         return self.host is not None and await self.host.drain(seconds)
+
+    def open_device(self) -> Compute:
+        """The queue of this peer's device; a paced one may take its place."""
+        return ThreadCompute()
 
     async def _open(self) -> Node:
         """On the network and in the directory; tries again until somebody answers."""
@@ -203,7 +209,7 @@ class PeerProcess:
         self, node: Node, links: Links, config: RunConfig, pipeline: ModelPipeline, device: str
     ) -> None:
         run_id, trainers = config.run_id, config.run.trainers
-        compute = WatchedCompute(ThreadCompute())
+        compute = WatchedCompute(self.open_device())
         self.say("measuring this device")
         speed = await device_speed(compute, device)
         free_bytes = device_memory(device)
@@ -231,7 +237,7 @@ class PeerProcess:
         activity = Activity()
 
         def make(own: Links, stage: int | None) -> Member:
-            member = Member(
+            member = self.member_type(
                 own,
                 pipeline,
                 compute,

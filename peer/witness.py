@@ -21,9 +21,13 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peer import local_entry
+
+if TYPE_CHECKING:
+    from peer.run_leader import LeaderProcess
+    from peer.run_peer import PeerProcess
 
 WITNESSED_LEADER = "peer.witness:leader"
 WITNESSED_PEER = "peer.witness:peer"
@@ -45,14 +49,20 @@ class Witness:
         os.write(self._fd, b"\n" + line.encode() + b"\n")
 
 
-def leader(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
+def leader(
+    arguments: Mapping[str, Any],
+    tell: local_entry.Tell,
+    make: type[LeaderProcess] | None = None,
+) -> int:
     """As `local_entry.leader`, with a witness."""
-    import peer.run_leader as run_leader
     from peer.leader import StepResult
+    from peer.run_leader import LeaderProcess
 
     witness = Witness(Path(arguments["run_dir"]) / "peers" / "leader" / FILE)
 
-    class WitnessedLeader(run_leader.LeaderProcess):
+    base: Any = make or LeaderProcess
+
+    class WitnessedLeader(base):
         def __init__(self, *args: Any, **options: Any) -> None:
             on_step = options.pop("on_step")
 
@@ -68,18 +78,25 @@ def leader(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
                 witness.write(point, **facts)
             super()._note(point, **facts)
 
-    run_leader.LeaderProcess = WitnessedLeader  # type: ignore[misc]
-    return local_entry.leader(arguments, tell)
+    return local_entry.leader(arguments, tell, WitnessedLeader)
 
 
-def peer(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
+def peer(
+    arguments: Mapping[str, Any],
+    tell: local_entry.Tell,
+    make: type[PeerProcess] | None = None,
+) -> int:
     """As `local_entry.peer`, with a witness."""
-    import peer.member as member
+    from peer.run_peer import PeerProcess
     from swarm.terms import Ballot
 
     witness = Witness(Path(arguments["data_dir"]) / FILE)
 
-    class WitnessedOrders(member.Orders):
+    base: Any = make or PeerProcess
+    member: Any = base.member_type
+    orders: Any = member.orders_type
+
+    class WitnessedOrders(orders):
         async def _prepare(self, ballot: Ballot, *args: Any, **options: Any) -> Any:
             server = self.server
             witness.write(
@@ -91,8 +108,13 @@ def peer(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
             )
             return await super()._prepare(ballot, *args, **options)
 
-    member.Orders = WitnessedOrders  # type: ignore[misc]
-    return local_entry.peer(arguments, tell)
+    class WitnessedMember(member):
+        orders_type = WitnessedOrders
+
+    class WitnessedPeer(base):
+        member_type = WitnessedMember
+
+    return local_entry.peer(arguments, tell, WitnessedPeer)
 
 
 def record_line(record: Any) -> dict[str, Any]:

@@ -43,7 +43,8 @@ from torch import Tensor
 
 from swarm.averaging.errors import RoundFailedError
 from swarm.averaging.plan import CHUNK_ELEMENTS, EXACT, make_plan
-from swarm.averaging.round import Limits, Rates, Round, refuse
+from swarm.averaging.progress import Rates
+from swarm.averaging.round import Limits, Round, refuse
 from swarm.averaging.sums import DTYPES, byte_view, round_alone
 from swarm.errors import StreamClosedError, WireError
 from swarm.net.links import peer_of

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from swarm.averaging.plan import EXACT
-from swarm.averaging.round import Rates
+from swarm.averaging.progress import Rates
 from swarm.compute import Compute, Kind
 from swarm.stage_state import GradientFacts, StageState
 

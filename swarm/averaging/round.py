@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
-import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from swarm.averaging.errors import RoundFailedError
 from swarm.averaging.plan import EXACT, Chunk, Plan
+from swarm.averaging.progress import Count, Link, Meter, Rates
 from swarm.averaging.sums import decode_chunk, encode_chunk, sum_rounded
 from swarm.errors import StreamClosedError, TransportError, WireError
 from swarm.net.transport import Buffer, Stream
@@ -23,8 +21,6 @@ from swarm.wire.frames import check_no_tensors, encode_frame, read_frame
 _SUM, _NOTICE = b"\x01", b"\x00"
 MAX_NOTICE_BYTES = 4096
 _MAX_REASON = 300
-MIN_MEASURED_BYTES = 1 << 18
-MAX_RATE = 1 << 39
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,92 +34,6 @@ class Limits:
     window: int = 4  # chunks per peer that have come in and wait for those of others
     max_parked: int = 64  # streams of rounds not started here
     max_parked_per_peer: int = 4
-
-
-class Rates(NamedTuple):
-    """Bytes per second of one member in one round, 0 where it was too short to tell. A link is
-    seldom all that a round waits for, so these are what it can do at least."""
-
-    sent: int = 0
-    received: int = 0
-
-
-class _Meter:
-    """Bytes that crossed in one direction, from the beginning of the first to the end of the
-    last."""
-
-    def __init__(self) -> None:
-        self._bytes, self._first, self._last = 0, math.inf, 0.0
-
-    def add(self, num_bytes: int, began: float, ended: float) -> None:
-        self._bytes += num_bytes
-        self._first, self._last = min(self._first, began), max(self._last, ended)
-
-    def rate(self) -> int:
-        seconds = self._last - self._first
-        if self._bytes < MIN_MEASURED_BYTES or not 0 < seconds < math.inf:
-            return 0
-        return min(int(self._bytes / seconds), MAX_RATE)
-
-
-class _Count:
-    """A number that grows until the round ends, and tasks that wait for it to."""
-
-    def __init__(self) -> None:
-        self.value = 0
-        self._stopped = False
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
-        self._order = itertools.count()
-
-    async def reach(self, value: int) -> None:
-        """Return once the number is `value`, or the round has ended."""
-        if self.value < value and not self._stopped:
-            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._waiting, (value, next(self._order), future))
-            await future
-
-    def advance(self) -> None:
-        self.value += 1
-        self._wake(self.value)
-
-    def stop(self) -> None:
-        self._stopped = True
-        while self._waiting:
-            self._wake(self._waiting[0][0])
-
-    def _wake(self, value: int) -> None:
-        while self._waiting and self._waiting[0][0] <= value:
-            future = heapq.heappop(self._waiting)[2]
-            if not future.done():
-                future.set_result(None)
-
-
-@dataclass(eq=False)
-class _Link:
-    """Another member, and how far the exchange with it is."""
-
-    index: int
-    member: str
-    dialled: Stream | None = None
-    incoming: Stream | None = None
-    reply: asyncio.Task[None] | None = None
-    num_in: _Count = field(default_factory=_Count)  # chunks of my part that have come from it
-    num_sent: int = 0  # sends to it that have completed
-    contributed: bool = False  # it has taken all that I have for its part
-    collected: bool = False  # I have all sums of its part
-    replied: bool = False  # it has taken all sums of my part
-    gone: asyncio.Event = field(default_factory=asyncio.Event)  # its stream is no longer served
-    seen: tuple[int, ...] = ()
-    active_at: float = 0.0
-    buffers: np.ndarray = field(default_factory=lambda: np.empty((0, 0)))
-
-    @property
-    def complete(self) -> bool:
-        return self.contributed and self.collected and self.replied
-
-    def signs_of_life(self) -> tuple[int, ...]:
-        received = (s.received_bytes for s in (self.dialled, self.incoming) if s is not None)
-        return (*received, self.num_in.value, self.num_sent)
 
 
 class Round:
@@ -144,10 +54,10 @@ class Round:
         self._dtype = np.dtype(plan.accumulate)
         self._coded = plan.codec != EXACT
         self._sums: list[Buffer] = []  # of my part, encoded, chunk by chunk
-        self._out_meter, self._in_meter = _Meter(), _Meter()
+        self._out_meter, self._in_meter = Meter(), Meter()
         self._num_chunks = plan.num_chunks(self.index)
-        self._links = {m: _Link(i, m) for i, m in enumerate(plan.members) if m != me}
-        self._num_reduced = _Count()
+        self._links = {m: Link(i, m) for i, m in enumerate(plan.members) if m != me}
+        self._num_reduced = Count()
         self._tasks, self._replies = TaskSet(), TaskSet()
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.failure: RoundFailedError | None = None
@@ -241,7 +151,7 @@ class Round:
 
     # The parts of a round, one task each per member
 
-    async def _contribute(self, link: _Link, dial: Callable[[str], Awaitable[Stream]]) -> None:
+    async def _contribute(self, link: Link, dial: Callable[[str], Awaitable[Stream]]) -> None:
         stream = await dial(link.member)
         link.dialled = stream
         header = {
@@ -265,7 +175,7 @@ class Round:
         link.contributed = True
         self._check_done()
 
-    async def _collect(self, link: _Link, stream: Stream) -> None:
+    async def _collect(self, link: Link, stream: Stream) -> None:
         for chunk in self.plan.chunks(link.index):
             status = await stream.receive_exactly(1)
             if status == _NOTICE:
@@ -292,7 +202,7 @@ class Round:
             raise await self._read_notice(link, stream)
         raise WireError("more bytes than there are sums")
 
-    async def _receive(self, link: _Link, stream: Stream) -> None:
+    async def _receive(self, link: Link, stream: Stream) -> None:
         window = len(link.buffers)
         for number, chunk in enumerate(self.plan.chunks(self.index)):
             await self._num_reduced.reach(number + 1 - window)
@@ -300,7 +210,7 @@ class Round:
             await self._take(stream, link.buffers[number % window, :size].data)
             link.num_in.advance()
 
-    async def _reply(self, link: _Link, stream: Stream) -> None:
+    async def _reply(self, link: Link, stream: Stream) -> None:
         for number, chunk in enumerate(self.plan.chunks(self.index)):
             await self._num_reduced.reach(number + 1)
             if self.failure is not None:
@@ -340,7 +250,7 @@ class Round:
             self._num_reduced.advance()
             await asyncio.sleep(0)  # a turn for everything else in this process
 
-    def _contribution(self, link: _Link, slot: int, chunk: Chunk) -> np.ndarray:
+    def _contribution(self, link: Link, slot: int, chunk: Chunk) -> np.ndarray:
         """What a member gave for a chunk, in the accumulator's dtype."""
         data = link.buffers[slot, : self.plan.contribution_bytes(chunk.num_elements)]
         if not self._coded:
@@ -354,12 +264,12 @@ class Round:
             self._done.set_result(None)
 
     def _spawn(
-        self, link: _Link, work: Coroutine[Any, Any, None], tasks: TaskSet | None = None
+        self, link: Link, work: Coroutine[Any, Any, None], tasks: TaskSet | None = None
     ) -> asyncio.Task[None]:
         owner = self._tasks if tasks is None else tasks
         return owner.spawn(self._guard(link, work), f"averaging {link.member}")
 
-    async def _guard(self, link: _Link, work: Coroutine[Any, Any, None]) -> None:
+    async def _guard(self, link: Link, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         except RoundFailedError as error:
@@ -372,7 +282,7 @@ class Round:
                 await asyncio.sleep(self.limits.settle_s)  # it may have given up, and say why
             self.fail(RoundFailedError(f"lost {link.member}: {error}", peer=link.member))
 
-    async def _read_notice(self, link: _Link, stream: Stream) -> RoundFailedError:
+    async def _read_notice(self, link: Link, stream: Stream) -> RoundFailedError:
         frame = await read_frame(
             stream, check_no_tensors, max_header_bytes=MAX_NOTICE_BYTES, max_payload_bytes=0
         )
@@ -428,7 +338,7 @@ class Round:
                 self.fail(RoundFailedError(what, peer=overdue.member))
                 return
 
-    def _overdue_contributor(self, now: float) -> _Link | None:
+    def _overdue_contributor(self, now: float) -> Link | None:
         """A member whose contributions are all I wait for: they depend on nobody else."""
         furthest = min(self._num_chunks, self._num_reduced.value + self.limits.window)
         for link in self._links.values():
@@ -437,7 +347,7 @@ class Round:
                 return link
         return None
 
-    def _overdue_owner(self, now: float, all_in_at: float) -> _Link | None:
+    def _overdue_owner(self, now: float, all_in_at: float) -> Link | None:
         """A member that owes me sums, or takes none, though others had time to report a cause."""
         limit = self.limits.silence_s + self.limits.start_s
         for link in self._links.values():

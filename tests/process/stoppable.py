@@ -74,13 +74,13 @@ class RaisingKernel(Stoppable):
 
 
 def leader(arguments: Any, tell: Any) -> int:
-    import peer.run_leader as run_leader
+    from peer.run_leader import LeaderProcess
 
-    def told_to_stop(self: Any, began: float) -> bool:
-        return bool((Path(self.run_dir) / STOP).exists())
+    class StoppableLeader(LeaderProcess):
+        def _out_of_time(self, began: float) -> bool:
+            return (self.run_dir / STOP).exists()
 
-    run_leader.LeaderProcess._out_of_time = told_to_stop  # type: ignore[method-assign]
-    return witness.leader(arguments, tell)
+    return witness.leader(arguments, tell, StoppableLeader)
 
 
 def peer_with_a_raising_kernel(arguments: Any, tell: Any) -> int:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from swarm.averaging import GroupAllReduce, RoundFailedError
-from swarm.averaging.round import Rates
+from swarm.averaging.progress import Rates
 from swarm.net.libp2p import Libp2pTransport
 
 

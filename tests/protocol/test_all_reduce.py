@@ -14,7 +14,7 @@ from torch import Tensor
 
 from swarm.averaging.all_reduce import PROTOCOL, GroupAllReduce, Limits, RoundFailedError
 from swarm.averaging.plan import make_plan
-from swarm.averaging.round import Rates
+from swarm.averaging.progress import Rates
 from swarm.net.memory import MemoryNetwork
 from swarm.sim.virtual_time import run
 from swarm.wire.frames import encode_frame

@@ -4,7 +4,7 @@ Members live in hosts of the lab, each with the line of the profile (`_profiles.
 send float32 as it is, so both move the same bytes, and take turns within one run. A round's time is
 that of its slowest member; medians. PCCL reports 0.86 to 0.96 of gloo's time between sites.
 
-    python benchmarks/wan/all_reduce.py [--profiles fibre home] [--members 4 8] [--mb 16]
+    python benchmarks/wan/averaging.py [--profiles fibre home] [--members 4 8] [--mb 16]
 """
 
 from __future__ import annotations

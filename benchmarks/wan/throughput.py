@@ -1,0 +1,178 @@
+"""Training over home connections: how much of its speed a swarm keeps, per codec, and beside torch.
+
+3 stages x 2 replicas and a leader, each in a host of the lab. Paced: 30/60 ms for forward/backward
+of 4 x 1024 tokens at hidden 2048, a home GPU; 16 microbatches a step (65,536 tokens). What crosses
+the wire is real. A stage averages `--parameters` parameters at the end of every step. `all` is what
+the stages could compute if connections were free.
+
+    python benchmarks/wan/throughput.py [--profiles lan home] [--settings bfloat16 int8 …] [--torch]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from _helpers import Helper, end_politely, print_results, result
+from _lab import FORKED, Lab
+from _lab_swarm import lab_swarm
+from _namespaces import DEVICE, LabError
+from _profiles import PROFILES
+from _wide import Sizes, wide
+
+HIDDEN, SEQUENCE, MICROBATCH, MICROBATCHES = 2048, 1024, 4, 16
+STAGES, REPLICAS = 3, 2
+TOKENS = MICROBATCHES * MICROBATCH * SEQUENCE
+FORWARD_S, BACKWARD_S = 0.030, 0.060
+STEP_LIMIT_S = 1800.0
+MASTER_PORT = 29_500  # every host of the lab has its ports to itself
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What crosses a boundary, and in which codec; gradients of parameters in another."""
+
+    name: str
+    width: int
+    boundaries: str
+    gradients: str
+
+
+SETTINGS = {
+    each.name: each
+    for each in (
+        Setting("bfloat16", HIDDEN, "bfloat16", "bfloat16"),
+        Setting("int8", HIDDEN, "int8", "int8"),
+        Setting("int4", HIDDEN, "int4", "int8"),
+        *(
+            Setting(f"subspace-{k} {codec}", k, codec, "int8")
+            for k in (64, 32, 16)
+            for codec in ("bfloat16", "int8", "int4")
+        ),
+    )
+}
+
+
+def ideal() -> float:
+    """Tokens/s of the stages alone: replicas are busy but for filling and emptying the pipeline."""
+    each = MICROBATCHES / REPLICAS
+    return TOKENS / ((each + STAGES - 1) * (FORWARD_S + BACKWARD_S))
+
+
+async def swarm_rate(
+    profile: str, congestion: str, setting: Setting, options: argparse.Namespace
+) -> tuple[float, int]:
+    """Tokens/s, over so many steps."""
+    Sizes(width=setting.width, sequence=SEQUENCE, parameters=options.parameters).export()
+    config = wide(
+        microbatches=MICROBATCHES,
+        microbatch_size=MICROBATCH,
+        wire={"activations": setting.boundaries, "gradients": setting.gradients},
+    )
+    peers = dict.fromkeys(range(STAGES), REPLICAS)
+    with (
+        Lab(profile, 1 + STAGES * REPLICAS, congestion=congestion) as lab,
+        lab_swarm(lab, config, peers, forward_s=FORWARD_S, backward_s=BACKWARD_S) as swarm,
+    ):
+        at: list[float] = []
+        swarm._on_step = lambda step: at.append(time.monotonic())
+
+        def enough() -> bool:
+            return len(at) > 1 and (at[-1] - at[0] > options.seconds or len(at) > options.steps)
+
+        try:
+            await swarm.start()
+            await swarm.until_serving(peers)
+            began = time.monotonic()
+            await swarm.until(lambda: at, "a first step", STEP_LIMIT_S)
+            if at[0] - began > options.seconds:  # long enough for its start not to matter
+                return TOKENS / (at[0] - began), 1
+            await swarm.until(enough, "steps", STEP_LIMIT_S)
+        finally:
+            await swarm.stop()
+        return TOKENS * (len(at) - 1) / (at[-1] - at[0]), len(at) - 1
+
+
+def torch_rate(profile: str, congestion: str, options: argparse.Namespace) -> tuple[float, int]:
+    """The same of torch, in bfloat16."""
+    with Lab(profile, STAGES * REPLICAS, congestion=congestion) as lab:
+        ranks: list[Helper] = []
+        try:
+            for rank, host in enumerate(lab.hosts):
+                ranks.append(
+                    Helper(
+                        str(FORKED), host.namespace, sys.executable,
+                        str(Path(__file__).with_name("_paced_torch.py")),
+                        "--rank", str(rank),
+                        "--master", f"tcp://{lab.hosts[0].address}:{MASTER_PORT}",
+                        "--interface", DEVICE,
+                        "--microbatches", str(MICROBATCHES // REPLICAS),
+                        "--microbatch-size", str(MICROBATCH),
+                        "--sequence", str(SEQUENCE),
+                        "--width", str(HIDDEN),
+                        "--parameters", str(options.parameters),
+                        "--forward-s", str(FORWARD_S),
+                        "--backward-s", str(BACKWARD_S),
+                    )
+                )  # fmt: skip
+            for each in ranks:
+                each.hear()
+            seconds: list[float] = []
+            while not seconds or (sum(seconds[1:]) < options.seconds > seconds[0]):
+                for each in ranks:
+                    each.tell(step=True)
+                seconds.append(max(each.hear()["seconds"] for each in ranks))
+            counted = seconds[1:] or seconds  # the first opens connections
+            return TOKENS * len(counted) / sum(counted), len(counted)
+        finally:
+            for each in ranks:
+                each.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--profiles", nargs="+", default=list(PROFILES), choices=list(PROFILES))
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
+    parser.add_argument("--congestion", nargs="+", default=["cubic"], choices=["cubic", "bbr"])
+    parser.add_argument("--parameters", type=int, default=0, help="of a stage")
+    parser.add_argument("--seconds", type=float, default=20.0, help="to measure each for")
+    parser.add_argument("--steps", type=int, default=20, help="at most, of each")
+    parser.add_argument("--torch", action="store_true", help="also torch's pipelining and DDP")
+    options = parser.parse_args()
+    end_politely()
+    results: list[dict[str, Any]] = []
+    best = ideal()
+    print(
+        f"stages alone: {best:.0f} tokens/s; {options.parameters:,} parameters a stage to average"
+    )
+    print("profile   TCP    setting                tokens/s   of all   steps")
+
+    def note(profile: str, congestion: str, name: str, rate: float, steps: int) -> None:
+        share = rate / best
+        print(f"{profile:9} {congestion:6} {name:22}{rate:9.0f} {share:8.3f} {steps:7}", flush=True)
+        metric = f"{profile}, {congestion}, {name}, {options.parameters} parameters"
+        results.append(result(metric, share, "of the stages alone"))
+
+    for profile in options.profiles:
+        for congestion in options.congestion if PROFILES[profile].emulated else ["cubic"]:
+            for name in options.settings:
+                rate, steps = asyncio.run(swarm_rate(profile, congestion, SETTINGS[name], options))
+                note(profile, congestion, name, rate, steps)
+            if options.torch:
+                rate, steps = torch_rate(profile, congestion, options)
+                note(profile, congestion, "torch 1F1B + DDP", rate, steps)
+    print_results("wan_throughput", results)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except LabError as error:
+        raise SystemExit(f"error: {error}") from None
