@@ -11,13 +11,15 @@ from swarm.config import RunConfig, parse_config
 STAGES = 2
 
 
-def pipeline_config(options: Any, accumulate: str) -> RunConfig:
-    """`options` holds microbatches, microbatch_size, sequence and wire."""
-    model = {key: value for key, value in LLAMA.items() if key != "use_cache"}
+def pipeline_config(
+    options: Any, accumulate: str, *, stages: int = STAGES, gradients: str = "float32", **model: Any
+) -> RunConfig:
+    """`options` holds microbatches, microbatch_size, sequence and wire; `model` more of [model]."""
+    config = {key: value for key, value in LLAMA.items() if key != "use_cache"}
     return parse_config(
         {
             "run": {"name": "bench", "seed": 0},
-            "model": {"stages": STAGES, "config": model},
+            "model": {"stages": stages, "config": config, **model},
             "data": {"source": "stdlib", "sequence": options.sequence},
             "batch": {
                 "microbatches": options.microbatches,
@@ -25,7 +27,7 @@ def pipeline_config(options: Any, accumulate: str) -> RunConfig:
             },
             "optimizer": {"name": "adamw", "lr": 3e-4},
             "schedule": {"kind": "constant", "warmup_steps": 0, "steps": 10_000},
-            "wire": {"activations": options.wire, "gradients": "float32"},
+            "wire": {"activations": options.wire, "gradients": gradients},
             "update": {"accumulate": accumulate},
             "validation": {"every": 0},
             "checkpoint": {"every": 0},

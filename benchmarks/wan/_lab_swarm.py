@@ -32,16 +32,17 @@ class LabSwarm(PacedSwarm):
 
 @contextmanager
 def lab_swarm(
-    lab: Lab, config: RunConfig, peers: Mapping[int, int], *, forward_s: float, backward_s: float
+    lab: Lab, config: RunConfig, peers: Mapping[int, int], pace: tuple[float, float] | None
 ) -> Iterator[LabSwarm]:
-    """A swarm to be started, with a host for the leader and one for each peer."""
+    """A swarm to be started, with a host for the leader and one for each peer. `pace`: seconds of
+    a forward and a backward; None: they really compute, and share this machine's cores."""
     names = [LEADER]
     names += [f"{stage}{letters(n)}" for stage, count in peers.items() for n in range(count)]
     hosts = {
         name: (host.namespace, host.address) for name, host in zip(names, lab.hosts, strict=True)
     }
     os.environ[HOSTS] = json.dumps(hosts)
-    os.environ[SECONDS], os.environ[COSTS] = f"{forward_s} {backward_s}", ""
+    os.environ[SECONDS], os.environ[COSTS] = " ".join(map(str, pace or ())), ""
     with tempfile.TemporaryDirectory(prefix="swarm-bench-") as name:
         folder = Path(name)
         identity = claim_identity_file(folder / "identity.key")
@@ -65,7 +66,8 @@ def leader(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
 
 
 def peer(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
-    return paced_peer(_moved(arguments, Path(arguments["data_dir"]).name), tell)
+    serve = paced_peer if os.environ[SECONDS] else witness.peer
+    return serve(_moved(arguments, Path(arguments["data_dir"]).name), tell)
 
 
 def _moved(arguments: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 import warnings
 from collections.abc import Mapping
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import torch.distributed as dist
@@ -84,11 +88,7 @@ def main() -> None:
     module = DistributedDataParallel(_Stage(options), process_group=twins)
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-9)
     shape = (options.microbatch_size, options.sequence, options.width)
-    example = torch.empty(shape, dtype=torch.bfloat16)
-    part = PipelineStage(
-        module, stage, STAGES, torch.device("cpu"), input_args=(example,), output_args=(example,),
-        group=mine,
-    )  # fmt: skip
+    part = PipelineStage(module, stage, STAGES, torch.device("cpu"), group=mine)
     schedule = Schedule1F1B(
         part, options.microbatches, loss_fn=lambda y, target: y.float().square().sum()
     )

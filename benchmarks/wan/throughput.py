@@ -2,8 +2,11 @@
 
 3 stages x 2 replicas and a leader, each in a host of the lab. Paced: 30/60 ms for forward/backward
 of 4 x 1024 tokens at hidden 2048, a home GPU; 16 microbatches a step (65,536 tokens). What crosses
-the wire is real. A stage averages `--parameters` parameters at the end of every step. `all` is what
-the stages could compute if connections were free.
+the wire is real. A stage averages `--parameters` parameters at the end of every step. Shares are of
+the rate on `lan`, in the same setting if that was measured.
+
+`--real`: a decoder of 14.4 M parameters really computes, and all peers share this machine's cores;
+as many tokens a step.
 
     python benchmarks/wan/throughput.py [--profiles lan home] [--settings bfloat16 int8 …] [--torch]
 """
@@ -24,14 +27,20 @@ from _helpers import Helper, end_politely, print_results, result
 from _lab import FORKED, Lab
 from _lab_swarm import lab_swarm
 from _namespaces import DEVICE, LabError
+from _pipeline_config import pipeline_config
 from _profiles import PROFILES
 from _wide import Sizes, wide
+
+from swarm.config import RunConfig
 
 HIDDEN, SEQUENCE, MICROBATCH, MICROBATCHES = 2048, 1024, 4, 16
 STAGES, REPLICAS = 3, 2
 TOKENS = MICROBATCHES * MICROBATCH * SEQUENCE
 FORWARD_S, BACKWARD_S = 0.030, 0.060
+REAL_MICROBATCH, REAL_SEQUENCE = 8, 256
 STEP_LIMIT_S = 1800.0
+GOALS = {"home": 0.90, "poor": 0.80}  # of lan, averaging included
+AHEAD, TORCH = 5.0, "torch 1F1B + DDP"
 MASTER_PORT = 29_500  # every host of the lab has its ports to itself
 
 
@@ -66,20 +75,31 @@ def ideal() -> float:
     return TOKENS / ((each + STAGES - 1) * (FORWARD_S + BACKWARD_S))
 
 
-async def swarm_rate(
-    profile: str, congestion: str, setting: Setting, options: argparse.Namespace
-) -> tuple[float, int]:
-    """Tokens/s, over so many steps."""
+def config_of(setting: Setting, options: argparse.Namespace) -> RunConfig:
+    """The run: paced, or real with as many tokens a step."""
+    if options.real:
+        sizes = {"microbatch_size": REAL_MICROBATCH, "sequence": REAL_SEQUENCE}
+        number = TOKENS // (REAL_MICROBATCH * REAL_SEQUENCE)
+        run = argparse.Namespace(wire=setting.boundaries, microbatches=number, **sizes)
+        thin = {} if setting.width == HIDDEN else {"subspace": setting.width}
+        return pipeline_config(run, "float32", stages=STAGES, gradients=setting.gradients, **thin)
     Sizes(width=setting.width, sequence=SEQUENCE, parameters=options.parameters).export()
-    config = wide(
+    return wide(
         microbatches=MICROBATCHES,
         microbatch_size=MICROBATCH,
         wire={"activations": setting.boundaries, "gradients": setting.gradients},
     )
+
+
+async def swarm_rate(
+    profile: str, congestion: str, setting: Setting, options: argparse.Namespace
+) -> tuple[float, int]:
+    """Tokens/s, over so many steps."""
     peers = dict.fromkeys(range(STAGES), REPLICAS)
+    pace = None if options.real else (FORWARD_S, BACKWARD_S)
     with (
         Lab(profile, 1 + STAGES * REPLICAS, congestion=congestion) as lab,
-        lab_swarm(lab, config, peers, forward_s=FORWARD_S, backward_s=BACKWARD_S) as swarm,
+        lab_swarm(lab, config_of(setting, options), peers, pace) as swarm,
     ):
         at: list[float] = []
         swarm._on_step = lambda step: at.append(time.monotonic())
@@ -145,20 +165,29 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="to measure each for")
     parser.add_argument("--steps", type=int, default=20, help="at most, of each")
     parser.add_argument("--torch", action="store_true", help="also torch's pipelining and DDP")
+    parser.add_argument("--real", action="store_true", help="a real model instead of a paced one")
     options = parser.parse_args()
     end_politely()
     results: list[dict[str, Any]] = []
-    best = ideal()
-    print(
-        f"stages alone: {best:.0f} tokens/s; {options.parameters:,} parameters a stage to average"
-    )
-    print("profile   TCP    setting                tokens/s   of all   steps")
+    rates: dict[tuple[str, str], float] = {}
+    if not options.real:
+        print(f"stages alone: {ideal():.0f} tokens/s; averaged: {options.parameters:,} parameters")
+    print("profile   TCP    setting                tokens/s   of lan   steps")
 
     def note(profile: str, congestion: str, name: str, rate: float, steps: int) -> None:
-        share = rate / best
-        print(f"{profile:9} {congestion:6} {name:22}{rate:9.0f} {share:8.3f} {steps:7}", flush=True)
-        metric = f"{profile}, {congestion}, {name}, {options.parameters} parameters"
-        results.append(result(metric, share, "of the stages alone"))
+        rates.setdefault((profile, name), rate)
+        lan = rates.get(("lan", name), 0.0 if options.real else ideal())
+        print(
+            f"{profile:9} {congestion:6} {name:22}{rate:9.0f} {rate / lan if lan else 0:8.3f}"
+            f" {steps:7}",
+            flush=True,
+        )
+        what = "real model" if options.real else f"{options.parameters} parameters"
+        metric = f"{profile}, {congestion}, {name}, {what}"
+        results.append(result(metric, rate, "tokens/s"))
+        if lan:
+            goal = GOALS.get(profile)
+            results.append(result(f"{metric}: share", rate / lan, "of lan", goal))
 
     for profile in options.profiles:
         for congestion in options.congestion if PROFILES[profile].emulated else ["cubic"]:
@@ -167,7 +196,12 @@ def main() -> None:
                 note(profile, congestion, name, rate, steps)
             if options.torch:
                 rate, steps = torch_rate(profile, congestion, options)
-                note(profile, congestion, "torch 1F1B + DDP", rate, steps)
+                note(profile, congestion, TORCH, rate, steps)
+                best = max(rates[profile, each] for each in options.settings)
+                results.append(
+                    result(f"{profile}, {congestion}: best / torch", best / rate, "x", AHEAD)
+                )
+                print(f"{profile:9} {congestion:6} best / torch: {best / rate:.2f}", flush=True)
     print_results("wan_throughput", results)
 
 
