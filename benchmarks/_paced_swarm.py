@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from peer import local_entry, witness
 from peer.launch import stamp
 from peer.local import LEADER, LocalProcess, LocalSwarm
+from swarm.config import RunConfig
 from swarm.net.identity import claim_identity_file, load_identity
 from swarm.sim.paced import paced
 
@@ -26,6 +27,7 @@ SECONDS = "SWARM_BENCH_PACE"  # environment: seconds of a forward, a backward
 COSTS = "SWARM_BENCH_COSTS"  # environment: how many times that each stage takes; else once
 SPEED = "speed"  # a file of a peer: how many times slower its device is, from now on
 POLL_S = 0.02
+S = TypeVar("S", bound="PacedSwarm")
 
 
 class PacedSwarm(LocalSwarm):
@@ -91,15 +93,30 @@ def paced_swarm(
 ) -> Iterator[PacedSwarm]:
     """A swarm to be started; its files are gone afterwards. `costs` of the stages, if they differ;
     then `peers` may be (stage or None, threads) each."""
+    run = paced(stages=len(costs or peers), microbatches=microbatches, microbatch_size=1)
+    os.environ[COSTS] = " ".join(map(str, costs))
+    with swarm_of(PacedSwarm, run, peers, (forward_s, backward_s), drain_s=drain_s) as swarm:
+        yield swarm
+
+
+@contextmanager
+def swarm_of(
+    kind: type[S],
+    run: RunConfig,
+    peers: Mapping[int, int] | Sequence[tuple[int | None, int | None]],
+    pace: Sequence[float],
+    *,
+    drain_s: float = 30.0,
+) -> Iterator[S]:
+    """A swarm of this run, to be started; its files are gone afterwards. `pace`: seconds of a
+    forward and a backward."""
     with tempfile.TemporaryDirectory(prefix="swarm-bench-") as name:
         folder = Path(name)
-        os.environ[SECONDS] = f"{forward_s} {backward_s}"
+        os.environ[SECONDS] = " ".join(map(str, pace))
         identity = claim_identity_file(folder / "identity.key")
-        os.environ[COSTS] = " ".join(map(str, costs))
-        run = paced(stages=len(costs or peers), microbatches=microbatches, microbatch_size=1)
         config = stamp(run, identity.peer_id)
         identity.release()
-        swarm = PacedSwarm(
+        swarm = kind(
             config,
             folder / "run",
             peers=peers,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,15 +11,13 @@ from typing import Any
 
 from _lab import Lab
 from _namespaces import enter
-from _paced_swarm import COSTS, SECONDS, PacedSwarm
+from _paced_swarm import COSTS, SECONDS, PacedSwarm, swarm_of
 from _paced_swarm import peer as paced_peer
 
 from peer import local_entry, witness
-from peer.launch import stamp
 from peer.local import LEADER
 from peer.local_table import letters
 from swarm.config import RunConfig
-from swarm.net.identity import claim_identity_file
 
 HOSTS = "SWARM_BENCH_HOSTS"  # environment: JSON, by the name of the process: namespace, address
 
@@ -38,26 +35,10 @@ def lab_swarm(
     a forward and a backward; None: they really compute, and share this machine's cores."""
     names = [LEADER]
     names += [f"{stage}{letters(n)}" for stage, count in peers.items() for n in range(count)]
-    hosts = {
-        name: (host.namespace, host.address) for name, host in zip(names, lab.hosts, strict=True)
-    }
-    os.environ[HOSTS] = json.dumps(hosts)
-    os.environ[SECONDS], os.environ[COSTS] = " ".join(map(str, pace or ())), ""
-    with tempfile.TemporaryDirectory(prefix="swarm-bench-") as name:
-        folder = Path(name)
-        identity = claim_identity_file(folder / "identity.key")
-        config = stamp(config, identity.peer_id)
-        identity.release()
-        swarm = LabSwarm(
-            config,
-            folder / "run",
-            peers=peers,
-            identity_path=identity.path,
-            threads=1,
-            device="cpu",
-            say=lambda line: None,
-        )
-        swarm.served_at = {}
+    places = [(host.namespace, host.address) for host in lab.hosts]
+    os.environ[HOSTS] = json.dumps(dict(zip(names, places, strict=True)))
+    os.environ[COSTS] = ""
+    with swarm_of(LabSwarm, config, peers, pace or ()) as swarm:
         yield swarm
 
 

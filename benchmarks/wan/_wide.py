@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -49,16 +49,10 @@ class _Layer(nn.Module):
         return x * self.weight
 
 
-@dataclass
-class _Samples:
-    train: Mapping[str, np.ndarray]
-    validation: Mapping[str, np.ndarray]
-
-
-def _samples() -> _Samples:
+def _samples() -> SimpleNamespace:
     draw = np.random.default_rng(0)
     tokens = draw.integers(0, VOCABULARY, (64, sizes.sequence), dtype=np.uint16)
-    return _Samples({"tokens": tokens}, {"tokens": tokens[:16]})
+    return SimpleNamespace(train={"tokens": tokens}, validation={"tokens": tokens[:16]})
 
 
 _embedding: list[Tensor] = []

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import asyncio
 import heapq
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -80,17 +80,11 @@ class _Layer(nn.Module):
         return x * self.weight
 
 
-@dataclass
-class _Samples:
-    train: Mapping[str, np.ndarray]
-    validation: Mapping[str, np.ndarray]
-
-
-def _samples() -> _Samples:
+def _samples() -> SimpleNamespace:
     draw = np.random.default_rng(0)
-    return _Samples(
-        {"x": draw.standard_normal((256, WIDTH), dtype=np.float32)},
-        {"x": draw.standard_normal((16, WIDTH), dtype=np.float32)},
+    return SimpleNamespace(
+        train={"x": draw.standard_normal((256, WIDTH), dtype=np.float32)},
+        validation={"x": draw.standard_normal((16, WIDTH), dtype=np.float32)},
     )
 
 
