@@ -77,6 +77,6 @@ bench-wan: BENCHMARKS := $(sort $(filter-out benchmarks/wan/_%,$(wildcard benchm
 bench-wan: bench
 
 clean:
-	@rm -rf .venv build dist *.egg-info benchmarks/out .pytest_cache .mypy_cache .ruff_cache \
+	@rm -rf .venv build dist *.egg-info benchmarks/out benchmarks/.mypy_cache .pytest_cache .mypy_cache .ruff_cache \
 	  .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

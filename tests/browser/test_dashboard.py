@@ -25,6 +25,7 @@ from peer.local import LocalSwarm
 from swarm.config import load_config
 from swarm.names import friendly_name
 from swarm.net.identity import load_identity
+from tests.browser.proxy import behind_proxy
 from web.report import write_report
 
 AXE = Path(__file__).parent / "axe.min.js"
@@ -287,6 +288,21 @@ def test_it_comes_back_when_the_server_does(run: Run, live: Watched) -> None:
     refused = [each for each in live.trouble if "net::ERR_" in each]
     assert live.trouble == refused, "only that nobody answered"
     live.trouble.clear()
+
+
+def test_behind_a_reverse_proxy_under_a_path(run: Run, browser: Any) -> None:
+    with behind_proxy(run.url, "/training/ours/") as url:
+        watched = Watched(browser, url)  # asks for nothing outside the path, and finds everything
+        page = watched.page
+        until_serving(page, 2, 2)
+        step = page.locator("#facts dd").first.inner_text()
+        page.wait_for_function(
+            "(step) => document.querySelector('#facts dd').textContent !== step", arg=step
+        )
+        page.locator("#loss-plot .uplot").wait_for()
+        page.locator("a.who").first.click()
+        page.locator("h2:text('What happened')").wait_for()
+        watched.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
