@@ -3,7 +3,8 @@
 3 stages x 2 replicas and a leader, each in a host of the lab. Paced: 30/60 ms for forward/backward
 of 4 x 1024 tokens at hidden 2048, a home GPU; 16 microbatches a step (65,536 tokens). What crosses
 the wire is real. A stage averages `--parameters` parameters at the end of every step. Shares are of
-the rate on `lan`, in the same setting if that was measured.
+the best rate on `lan`: there the wide settings are bound by the codecs of six peers on the cores of
+one machine, which is nothing that a home would see.
 
 `--real`: a decoder of 14.4 M parameters really computes, and all peers share this machine's cores;
 as many tokens a step.
@@ -176,14 +177,15 @@ def main() -> None:
 
     def note(profile: str, congestion: str, name: str, rate: float, steps: int) -> None:
         rates.setdefault((profile, name), rate)
-        lan = rates.get(("lan", name), 0.0 if options.real else ideal())
+        ours = [each for (where, what), each in rates.items() if where == "lan" and what != TORCH]
+        lan = max(ours, default=0.0 if options.real else ideal())
         print(
             f"{profile:9} {congestion:6} {name:22}{rate:9.0f} {rate / lan if lan else 0:8.3f}"
             f" {steps:7}",
             flush=True,
         )
-        what = "real model" if options.real else f"{options.parameters} parameters"
-        metric = f"{profile}, {congestion}, {name}, {what}"
+        model = "real model" if options.real else f"{options.parameters} parameters"
+        metric = f"{profile}, {congestion}, {name}, {model}"
         results.append(result(metric, rate, "tokens/s"))
         if lan:
             goal = GOALS.get(profile)
