@@ -18,7 +18,9 @@ Where this differs from the published code, and why:
 - what is outstanding at a replica is bounded by credits, so a slow stage does not fill its memory;
 - shares alone notice a replica that slows down only when it answers, late. So what is outstanding
   counts too: whoever would finish its queue much later than another of its stage comes last until
-  it has caught up, and what it missed meanwhile is not owed to it.
+  it has caught up, and what it missed meanwhile is not owed to it;
+- a device may serve several stages. It has one virtual time: what it is given in one stage counts
+  in all, so its time goes where the others of its stage are busiest, as it should.
 """
 
 from __future__ import annotations
@@ -54,11 +56,19 @@ class Choice:
 
 
 @dataclass(slots=True)
+class _Device:
+    """What serves a replica, or several: its time is given away once."""
+
+    virtual_s: float
+    replicas: list[_Replica] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
 class _Replica:
     name: str
     stage: int
     service_s: float | None  # average; None where nothing is known
-    virtual_s: float
+    device: _Device
     measured: bool = False  # else `service_s` is an estimate, if anything
     surprise_s: float | None = None  # the last measurement, if it was far off
     probe: bool = True  # entered and not drawn yet
@@ -68,6 +78,14 @@ class _Replica:
     penalty_at: float = 0.0
     drawn_at: float | None = None
     drawn_as: int = 0  # the stage's draw counter then
+
+    @property
+    def virtual_s(self) -> float:
+        return self.device.virtual_s
+
+    @virtual_s.setter
+    def virtual_s(self, seconds: float) -> None:
+        self.device.virtual_s = seconds
 
     def learn(self, service_s: float) -> None:
         """A measurement. One that is far off may be an accident; two are a new speed."""
@@ -93,9 +111,9 @@ class Router:
     """Routes over the replicas it has been told of.
 
     `credits` is the most microbatches outstanding at one replica (None: no bound; `grant` gives a
-    stage another number), counted by
-    `started` and `finished`; a choice alone counts nothing, so a route that is drawn and then
-    dropped costs a replica its turn and no more.
+    stage another number), counted by `started` and `finished`; a choice alone counts nothing, so a
+    route that is drawn and then dropped costs a replica its turn and no more. Replicas whose names
+    differ only behind the first "#" are on one device, and share its time.
     """
 
     def __init__(self, seed: int = 0, credits: int | None = None) -> None:
@@ -104,6 +122,7 @@ class Router:
         self._granted: dict[int, int] = {}  # by stage, instead
         self._replicas: dict[str, _Replica] = {}
         self._stages: dict[int, _Stage] = {}
+        self._devices: dict[str, _Device] = {}
         self._apart: dict[tuple[str, str], float] = {}  # (a, b) sorted -> until
 
     # ---- what the caller has learned ----------------------------------------------------------
@@ -122,7 +141,9 @@ class Router:
         peers = self._stages.setdefault(stage, _Stage())
         virtual_s = min((other.virtual_s for other in peers.replicas.values()), default=0.0)
         service_s = None if service_s is None else _checked(service_s)
-        entry = _Replica(replica, stage, service_s, virtual_s)
+        device = self._devices.setdefault(_device_of(replica), _Device(virtual_s))
+        entry = _Replica(replica, stage, service_s, device)
+        device.replicas.append(entry)
         peers.replicas[replica] = self._replicas[replica] = entry
 
     def grant(self, stage: int, credits: int) -> None:
@@ -135,6 +156,9 @@ class Router:
         if entry is None:
             return
         del self._stages[entry.stage].replicas[replica]
+        entry.device.replicas.remove(entry)
+        if not entry.device.replicas:
+            del self._devices[_device_of(replica)]
         self._apart = {pair: t for pair, t in self._apart.items() if replica not in pair}
 
     def observe(self, replica: str, service_s: float) -> None:
@@ -185,9 +209,8 @@ class Router:
     def begin_step(self) -> None:
         """A step begins, and all of it must end before the next one: what was given to whom before
         is forgotten, or one that was ahead then would be short of work now, and everybody wait."""
-        for stage in self._stages.values():
-            for entry in stage.replicas.values():
-                entry.virtual_s = 0.0
+        for device in self._devices.values():
+            device.virtual_s = 0.0
 
     # ---- choices ------------------------------------------------------------------------------
 
@@ -327,14 +350,20 @@ class Router:
         """Those whose queue would end much later than the shortest one of the stage.
 
         Queues are compared by the seconds of own work in them, one more included: what lies
-        downstream delays the answers of all alike, in proportion to the rates.
+        downstream delays the answers of all alike, in proportion to the rates. A device's queue is
+        that of all its replicas.
         """
-        ends = {e.name: (e.outstanding + 1) * self._cost(e, now) for e in free}
+        ends = {
+            e.name: (e.outstanding + 1) * self._cost(e, now)
+            + sum(o.outstanding * self._cost(o, now) for o in e.device.replicas if o is not e)
+            for e in free
+        }
         shortest = min(ends.values(), default=0.0)
         return {
             e.name
             for e in free
-            if e.outstanding and ends[e.name] > shortest + _QUEUE_SLACK * self._cost(e, now)
+            if any(each.outstanding for each in e.device.replicas)
+            and ends[e.name] > shortest + _QUEUE_SLACK * self._cost(e, now)
         }
 
     def _draw(self, entry: _Replica, now: float) -> Choice:
@@ -426,6 +455,10 @@ def _checked(service_s: float) -> float:
     if not math.isfinite(service_s) or service_s < 0:
         raise ValueError(f"service time of {service_s} s")
     return max(service_s, _MIN_SERVICE_S)
+
+
+def _device_of(replica: str) -> str:
+    return replica.partition("#")[0]
 
 
 def _pair(a: str, b: str) -> tuple[str, str]:

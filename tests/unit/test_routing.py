@@ -356,3 +356,36 @@ def test_a_stage_can_be_given_credits_of_its_own() -> None:
     assert router.choose(0) is not None
     router.started("r0")
     assert router.choose(0) is None
+
+
+def test_a_device_of_two_stages_gives_its_time_where_the_others_are_busiest() -> None:
+    """Two others in stage 0, one in stage 1: it belongs to stage 1 alone, whichever name is first;
+    where both stages have one other, it is shared."""
+    for others, expected in ((["a#", "c#"], (0, 40)), (["a#"], (20, 20))):
+        router = Router()
+        for name in others:
+            router.add(name, 0, 0.1)
+        router.add("x#1", 0, 0.1)
+        router.add("x#2", 1, 0.1)
+        router.add("b#", 1, 0.1)
+        given: Counter[str] = Counter()
+        for _ in range(80 if len(others) == 2 else 60):
+            route = router.route([0, 1])
+            assert route is not None
+            given.update(choice.replica for choice in route)
+        assert abs(given["x#1"] - expected[0]) <= 2
+        assert abs(given["x#2"] - expected[1]) <= 2
+
+
+def test_the_queue_of_a_device_is_that_of_all_its_replicas() -> None:
+    router = Router()
+    for name, stage in (("x#1", 0), ("a#", 0), ("x#2", 1)):
+        router.add(name, stage, 0.1)
+    router.choose(0), router.choose(0)  # both have been tried
+    for _ in range(4):
+        router.started("x#2")
+    assert [router.choose(0).replica for _ in range(4)] == ["a#"] * 4  # type: ignore[union-attr]
+    router.remove("x#2")
+    router.remove("x#1")
+    router.add("x#3", 0)
+    assert router.outstanding("x#3") == 0
