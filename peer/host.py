@@ -141,9 +141,11 @@ class Host:
         self._changed.set()
 
     async def _move(self, old: Member, order: MoveOrder) -> None:
+        source, clock = old.serves, asyncio.get_running_loop()
+        assert source is not None
         if not order.beside:
             await self._leave(old)
-            self._begin(order.stage)
+            self._begin(order.stage).left = source, clock.time()
             return
         new = self._begin(order.stage, old.links.incarnation)
         arrives = self._tasks.spawn(new.took_part.wait(), "arrives")
@@ -156,6 +158,7 @@ class Host:
         finally:
             arrives.cancel()
         if new.took_part.is_set():
+            new.left = source, clock.time()
             await self._leave(old)
         elif old in self._serving and not old.finished.is_set():
             log.info("gave up moving to stage %d", order.stage)

@@ -81,6 +81,7 @@ class Member:
         self.numerics, self.benchmark_s = numerics, benchmark_s
         self.speed, self.memory_bytes, self.pinned = speed, memory_bytes, pinned
         self.replaces = ""  # the incarnation in this process that leaves once this one serves
+        self.left: tuple[int, float] | None = None  # the stage it moved from, and when
         self.on_move: Callable[[Member, MoveOrder], str] = lambda *_: "this peer does not move"
         self.serves: int | None = None  # the stage it was given
         self.facts: StageFacts | None = None
@@ -158,6 +159,7 @@ class Member:
             "numerics": self.numerics,
             "pinned": self.pinned,
             "replaces": self.replaces,
+            **self._moved(),
             "speed": self.speed,
             "memory_bytes": self.memory_bytes,
         }
@@ -175,6 +177,13 @@ class Member:
             await self._build(count(body.get("stage")))
         self.leader = channel
         return body
+
+    def _moved(self) -> dict[str, Any]:
+        """For a leader that did not see it."""
+        if self.left is None:
+            return {}
+        stage, at = self.left
+        return {"left": stage, "left_ago_s": asyncio.get_running_loop().time() - at}
 
     async def _build(self, stage: int) -> None:
         if stage >= self.pipeline.num_stages:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -11,6 +12,7 @@ from peer.calls import count
 from peer.measure import StageFacts
 
 MAX_SPEED = 1e12
+MAX_STAGES = 1 << 16
 
 
 class Standing(Enum):
@@ -47,17 +49,24 @@ class Offer:
     replaces: str = ""  # an incarnation of the same peer that leaves once this one serves
     speed: float | None = None  # rounds of the reference per second (`peer.measure`)
     memory_bytes: int | None = None
+    left_stage: int | None = None  # the peer moved from there
+    left_ago_s: float = math.inf  # so long ago, when it said so
 
     @classmethod
     def read(cls, body: Mapping[str, Any], peer: str) -> Offer:
         """From a `join` of that peer. What makes no sense is left out, for it is only an offer."""
         replaces, speed = str(body.get("replaces", ""))[:200], body.get("speed")
-        memory = body.get("memory_bytes")
+        memory, left, ago = (body.get(name) for name in ("memory_bytes", "left", "left_ago_s"))
+        moved = (
+            isinstance(left, int) and isinstance(ago, float) and 0 <= left < MAX_STAGES and ago >= 0
+        )
         return cls(
             pinned=body.get("pinned") is True,
             replaces=replaces if replaces.split("#", 1)[0] == peer else "",
             speed=speed if isinstance(speed, float) and 0 < speed < MAX_SPEED else None,
             memory_bytes=count(memory) if isinstance(memory, int) else None,
+            left_stage=left if moved else None,
+            left_ago_s=ago if moved else math.inf,
         )
 
 

@@ -121,11 +121,12 @@ class Rebalancing:
             return StageNeed(cost)
         parameters = int(statistics.median(each.parameters for each in found))
         settings = self.leader.plan.optimizer
+        held = max(each.slots for each in self.leader.members.of_stage(stage))
         estimate = estimate_memory(
             parameters,
             optimizer=settings.name if settings is not None else "adamw",
             activation_bytes=int(statistics.median(each.activation_bytes for each in found)),
-            slots=self.leader.slots,
+            slots=self.leader.fixed_slots or min(held, self.leader.plan.num_microbatches),
         )
         return StageNeed(cost, estimate.total, 4 * STATE_FLOATS * parameters)
 
@@ -145,6 +146,11 @@ class Rebalancing:
             else:
                 serving.append(member)  # a further stage beside those it serves
         offer = lives[-1].offer
+        # What it did under this leader, or says it did under an earlier one.
+        told = max(lives, key=lambda each: each.joined_at - each.offer.left_ago_s)
+        moved_at, left = told.joined_at - told.offer.left_ago_s, told.offer.left_stage
+        if known.moved_at >= moved_at:
+            moved_at, left = known.moved_at, known.source if known.target is None else None
         rates = {each.stage: rate for each in serving if (rate := self.rate(each)) is not None}
         fetched = [needs[m.stage].download_bytes / m.fetch_s for m in lives if m.fetch_s > 0]
         return PeerLoad(
@@ -157,8 +163,8 @@ class Rebalancing:
             memory_bytes=offer.memory_bytes,
             download_bytes_per_s=max(filter(None, fetched), default=math.inf),
             pinned=offer.pinned or known.pinned_until > now,
-            moved_s=known.moved_at,
-            left_stage=known.source if known.target is None else None,
+            moved_s=moved_at,
+            left_stage=left,
             leaves_s=now if present and not serving and not coming else math.inf,
         )
 

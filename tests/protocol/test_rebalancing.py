@@ -16,9 +16,10 @@ from peer.restoring import Origin, Saved
 from peer.snapshots import Snapshot
 from swarm.errors import DataError
 from swarm.net.links import peer_of
+from swarm.placement import MovePolicy, StageNeed, estimate_memory
 from swarm.terms import Record
 from tests.protocol.adaptive import AdaptiveSwarm
-from tests.protocol.simulated import baseline, plan
+from tests.protocol.simulated import OPTIMIZER, baseline, plan
 
 MICROBATCHES = 6
 Act = Callable[[AdaptiveSwarm, Mapping[str, Any]], None]
@@ -121,6 +122,53 @@ def test_the_leader_dies_during_a_move(point: str) -> None:
     swarm = AdaptiveSwarm(plan=plan(MICROBATCHES, 10), costs=(1.0, 1.0, 4.0))
     run(swarm, 10, **{point: lambda swarm, facts: swarm.kill_trainer("leader", 1.0)})
     assert swarm.lives["leader"] == 2
+
+
+@pytest.mark.parametrize(("rest_s", "again"), [(0.0, True), (1000.0, False)], ids=["no", "long"])
+def test_a_new_leader_lets_those_rest_who_moved_under_the_old_one(
+    rest_s: float, again: bool
+) -> None:
+    """Two have moved to the dear stage; the leader dies, and another stage is the dear one. Three
+    are wanted there, two have not moved yet."""
+    moves = MovePolicy(hysteresis_s=rest_s, horizon_s=600.0)
+    swarm = AdaptiveSwarm(plan=plan(MICROBATCHES, 24), costs=(1.0, 1.0, 4.0), moves=moves)
+    moved: list[str] = []
+    probe = swarm.on_probe
+
+    def on_probe(who: str, point: str, facts: dict[str, Any]) -> None:
+        probe(who, point, facts)
+        if who == "leader" and point == "moved":
+            moved.append(peer_of(facts["replica"]))
+            if len(moved) == 2 and swarm.lives["leader"] == 1:
+                swarm.costs = (4.0, 1.0, 1.0)
+                swarm.later(0.0, swarm.kill_trainer, "leader", 1.0)
+
+    swarm.on_probe = on_probe  # type: ignore[method-assign]
+    assert swarm.run(24)["sha256"] == baseline(24, MICROBATCHES)[0]
+    assert swarm.lives["leader"] == 2
+    assert len(moved) > 3
+    assert (len(set(moved)) < len(moved)) is again
+
+
+def test_a_stage_needs_memory_for_as_many_microbatches_as_it_may_hold() -> None:
+    swarm = AdaptiveSwarm(plan=plan(30, 2))
+    needs: list[StageNeed] = []
+
+    def at_end() -> None:
+        assert swarm.leader is not None
+        needs.extend(swarm.leader.rebalancing.table().stages)
+        facts = next(m.facts for m in swarm.members.values() if m.facts and m.serves == 1)
+        expected = estimate_memory(
+            facts.parameters,
+            optimizer=OPTIMIZER.name,
+            activation_bytes=facts.activation_bytes,
+            slots=2 * swarm.num_stages + 2,
+        )
+        assert needs[1].memory_bytes == expected.total
+
+    swarm.at_end = at_end
+    swarm.run(2)
+    assert needs
 
 
 def test_peers_that_were_given_their_stages_stay_and_may_serve_several() -> None:
