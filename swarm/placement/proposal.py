@@ -42,7 +42,8 @@ class Device:
 class Work:
     """What a microbatch and a step are. Per layer: `flops` of forward and backward, `parameters`,
     `activation_bytes` held between them. `boundary_values`: numbers that cross a boundary, one
-    way. `microbatches` per step; `slots` in flight per replica (None: stages + 2)."""
+    way. `microbatches` per step; `slots` in flight per replica (None: 2 * stages + 2,
+    what a peer holds at most)."""
 
     flops: tuple[float, ...]
     parameters: tuple[int, ...]
@@ -167,7 +168,7 @@ def _needs(work: Work, cut: Sequence[int]) -> tuple[StageNeed, ...]:
             optimizer=work.optimizer,
             accumulate=work.accumulate,
             activation_bytes=sum(work.activation_bytes[part]),
-            slots=work.slots or len(cut) + 2,
+            slots=work.slots or 2 * len(cut) + 2,
         )
         needs.append(StageNeed(sum(work.flops[part]), memory.total, 4 * parameters))
         start += layers

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from peer import witness
 from peer.chaos import baseline_sha256
 from peer.launch import stamp
 from peer.local import LEADER
@@ -12,6 +13,7 @@ from peer.witness import audit
 from swarm.config import load_config
 from swarm.net.identity import load_identity
 from tests.process.forks import Forks, toml
+from tests.process.slowed import SLOWER
 from tests.process.stoppable import Stoppable
 
 PEERS = 5
@@ -72,6 +74,95 @@ def test_a_peer_moves_to_a_stage_that_has_lost_one(forks: Forks, tmp_path: Path)
         num_steps=report["steps"],
         num_stages=2,
         num_microbatches=MICROBATCHES,
+        extra_records=[],
+    )
+    assert books.clean, books
+    assert report["sha256"] == baseline_sha256(config, report["steps"], tmp_path / "cache")
+
+
+class Slowed(Stoppable):
+    peer_target = "tests.process.slowed:peer"
+
+    def serving(self) -> dict[str, int]:
+        """Stage by the name of the process."""
+        rows = self.status().get("replicas", [])
+        there = {
+            row["replica"].partition("#")[0]: row["stage"]
+            for row in rows
+            if row["standing"] == "serving"
+        }
+        found = {}
+        for name, process in self.processes.items():
+            path = process.data_dir / "identity.key"
+            if name != LEADER and process.alive and path.exists():
+                peer_id = load_identity(path).peer_id
+                if peer_id in there:
+                    found[name] = there[peer_id]
+        return found
+
+    def share_of(self, name: str, since: int) -> float:
+        """Of the routes drawn since, how many led through this peer."""
+        peer_id = load_identity(self.processes[name].data_dir / "identity.key").peer_id
+        routes = self.routes()[since:]
+        return sum(route[-1].startswith(peer_id) for route in routes) / len(routes)
+
+    def routes(self) -> list[list[str]]:
+        lines = witness.lines_of(self.run_dir / "peers" / LEADER / witness.FILE)
+        return [line["route"] for line in lines if line["point"] == "issue"]
+
+
+def test_six_settle_one_slows_down_and_two_die(forks: Forks, tmp_path: Path) -> None:
+    """The last of three stages costs four times as much. Six that choose for themselves settle
+    there; one of them becomes five times slower and loses its load; two of them are killed, and
+    others move there. The hash is the baseline's."""
+    identity = load_identity(tmp_path / "identity.key")
+    path = toml(tmp_path / "run.toml", steps=100_000)
+    path.write_text(path.read_text().replace("microbatches = 6", "microbatches = 12"))
+    config = stamp(load_config(path), identity.peer_id, tmp_path / "cache")
+    swarm = Slowed(
+        config,
+        tmp_path / "run",
+        peers=[(None, 1)] * 6,
+        identity_path=identity.path,
+        threads=1,
+        device="cpu",
+        cache_dir=tmp_path / "cache",
+        server=forks.server,
+        say=lambda line: None,
+    )
+    dear = 2
+
+    def there() -> list[str]:
+        return [name for name, stage in swarm.serving().items() if stage == dear]
+
+    async def main() -> Any:
+        try:
+            await swarm.start()
+            await swarm.until(lambda: len(there()) >= 3, "three in the dear stage")
+            slow = there()[0]
+            (swarm.processes[slow].data_dir / SLOWER).write_text("5")
+            await swarm.until_step(1)
+            since = len(swarm.routes())
+            await swarm.until_step(3)
+            assert swarm.share_of(slow, since) < 0.2  # even shares would be a third or a quarter
+            moved = len(swarm.events("moved"))
+            for name in there()[:2]:
+                swarm.kill_peer(name)
+            await swarm.until(
+                lambda: len(swarm.events("moved")) > moved and len(there()) >= 2, "some to move"
+            )
+            await swarm.until_step(2)
+            swarm.enough()
+            return await swarm.wait()
+        finally:
+            await swarm.stop()
+
+    report = forks.run(main())
+    books = audit(
+        swarm.run_dir,
+        num_steps=report["steps"],
+        num_stages=3,
+        num_microbatches=12,
         extra_records=[],
     )
     assert books.clean, books
