@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from swarm.errors import ConfigError, StorageError
 from swarm.sim import report
@@ -33,6 +34,9 @@ def run(scenario: Scenario, folder: Path, seeds: int) -> dict[str, list[Outcome]
     engine = _engine(scenario.resolution)
     lifetime_s = scenario.lifetime_h * 3600 if scenario.lifetime_h else float("inf")
     outcomes: dict[str, list[Outcome]] = {}
+    overlap: dict[str, Any] = {}
+    if scenario.divisible:
+        overlap = {"second_cost": scenario.stages.second_cost, "divisible": True}
     for seed in range(seeds):
         lives = scenario.lives(seed, folder)
         for section in scenario.policies:
@@ -44,6 +48,7 @@ def run(scenario: Scenario, folder: Path, seeds: int) -> dict[str, list[Outcome]
                 seed=seed,
                 step=scenario.step_of,
                 lifetime_s=lifetime_s,
+                **overlap,
             )
             outcomes.setdefault(outcome.policy, []).append(outcome)
     return outcomes

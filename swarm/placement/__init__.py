@@ -7,6 +7,7 @@ commits; the simulator (`swarm/sim/`) runs the same ones at sizes no one can ren
 - `table`   what is known of stages and peers, and the throughput that follows from it
 - `memory`  how much a stage needs on a device
 - `joining` the stage of a joiner
+- `chain`   who holds a second stage, and what that makes of the throughput
 - `moves`   who moves where, and whether it pays (`sketch`: the table as it tries them)
 - `optimum` what the best assignment could reach at most; whether another cut would do better
 
@@ -16,6 +17,7 @@ choose the interval of blocks where throughput is least, and move when that gain
 docs/decisions/rebalancing.md says where this differs, and why.
 """
 
+from swarm.placement.chain import Second, chain_throughput, plan_seconds
 from swarm.placement.joining import Placement, choose_stage
 from swarm.placement.memory import MemoryEstimate, estimate_memory
 from swarm.placement.moves import Plan, plan_moves
@@ -32,10 +34,13 @@ __all__ = [
     "Placement",
     "Plan",
     "Recut",
+    "Second",
     "StageNeed",
+    "chain_throughput",
     "choose_stage",
     "estimate_memory",
     "optimum",
     "plan_moves",
+    "plan_seconds",
     "recut",
 ]

@@ -27,6 +27,7 @@ class MovePolicy:
     plan must add, so that noise in measured rates moves nobody. `keeps_serving`: movers serve
     their old stage while they download, where their memory holds both. `effort`: what a download
     costs the swarm besides (others' links), as a share of what the mover could compute meanwhile.
+    `second_share`: of every stage's replicas, so many are to hold the next stage as well (`chain`).
     """
 
     hysteresis_s: float = 300.0
@@ -34,6 +35,7 @@ class MovePolicy:
     min_gain: float = 0.02
     keeps_serving: bool = True
     effort: float = 0.1
+    second_share: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,8 @@ class PeerLoad:
     `arriving`: the stage it downloads, as joiner or mover, or has reserved; it counts as present
     there for whoever plans, until `reserved_until_s`, so that two never fill one gap.
     `arrives_s`: when it is expected to serve there.
+    `second`: a stage whose state it holds besides, ready to serve it (`chain`); `fetching`: one it
+    is to hold so. Rates leave both out: they say what a plan balances.
     `rates`: measured, in microbatches/s with all of its time on that stage; where there is none,
     `speed / cost` of the stage, and where there is no speed, the speed its measured rates imply.
     `memory_bytes`: of its device; None: not known, anything fits.
@@ -59,6 +61,8 @@ class PeerLoad:
     left_stage: int | None = None
     leaves_s: float = math.inf
     lifetime_s: float = math.inf
+    second: int | None = None
+    fetching: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ class Life:
     """One stay of a peer, in seconds from the start; at 0 it serves from the beginning.
 
     `notice_s`: how long before it leaves it says so. `speed` in cost units per second,
-    `memory_bytes` of its device, `link_bytes_per_s` for downloads.
+    `memory_bytes` of its device, `link_bytes_per_s` for downloads. `turns`: when its speed becomes
+    another, in order: (seconds, speed) each.
     """
 
     peer: str
@@ -35,6 +36,7 @@ class Life:
     speed: float = 1.0
     memory_bytes: int | None = None
     link_bytes_per_s: float = math.inf
+    turns: tuple[tuple[float, float], ...] = ()
 
 
 Stay = tuple[float, float]  # from, until

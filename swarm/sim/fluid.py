@@ -20,7 +20,8 @@ from swarm.sim.outcome import Outcome, Reach
 from swarm.sim.policies import Policy
 from swarm.sim.roster import Roster
 
-_LEAVE, _ABLE, _NOTICE, _ARRIVE, _JOIN, _TICK = range(6)  # in this order when they coincide
+# In this order when they coincide.
+_LEAVE, _ABLE, _NOTICE, _TURN, _ARRIVE, _HOLD, _JOIN, _TICK = range(8)
 
 
 class Step(NamedTuple):
@@ -43,14 +44,19 @@ def simulate(
     seed: int = 0,
     step: Step = Step(),  # noqa: B008 (immutable)
     lifetime_s: float = math.inf,
+    second_cost: float = 0.0,
+    divisible: bool = False,
 ) -> Outcome:
-    """One run of `seconds`. `lifetime_s`: how long planners believe that peers stay."""
-    roster = Roster(needs, lifetime_s)
+    """One run of `seconds`. `lifetime_s`: how long planners believe that peers stay; `second_cost`
+    as `Roster`; `divisible` as `Reach`, needed where peers hold second stages."""
+    roster = Roster(needs, lifetime_s, second_cost)
     outcome = Outcome(policy.name, seed, seconds)
     costs = [need.cost for need in needs]
-    alive, able = Reach(costs), Reach(costs)
+    alive, able = Reach(costs, divisible=divisible), Reach(costs, divisible=divisible)
     least_download = min(need.download_bytes for need in needs)
     setbacks = _Setbacks(step)
+    speeds: dict[str, float] = {}  # of those alive, as they are now
+    has_been_able: set[str] = set()
     order = count()
     events: list[tuple[float, int, int, object]] = []
 
@@ -84,10 +90,24 @@ def simulate(
             for move in policy.moves(roster, now):
                 outcome.moves += 1
                 at(roster.begin(move, now), _ARRIVE, move.peer)
+            for order in policy.seconds(roster):
+                outcome.seconds_fetched += 1
+                at(roster.begin_second(order, now), _HOLD, order.peer)
             assert policy.every_s is not None
             at(now + policy.every_s, _TICK, None)
         elif kind == _ARRIVE:
             roster.arrive(str(what), now)
+        elif kind == _HOLD:
+            roster.hold_second(str(what), now)
+        elif kind == _TURN:
+            assert isinstance(what, tuple)
+            name, speed = what
+            if name in speeds:
+                for reach in (alive, able) if name in has_been_able else (alive,):
+                    reach.remove(speeds[name])
+                    reach.add(speed)
+                speeds[name] = speed
+                roster.set_speed(name, speed)
         else:
             assert isinstance(what, Life)
             life = what
@@ -96,6 +116,9 @@ def simulate(
                 joiner = roster.newcomer(life)
                 first = life.joins_s <= 0
                 alive.add(life.speed)
+                speeds[life.peer] = life.speed
+                for turn_s, speed in life.turns:
+                    at(max(now, turn_s), _TURN, (life.peer, speed))
                 able_s = now if first else now + least_download / life.link_bytes_per_s
                 if able_s < life.leaves_s:
                     at(able_s, _ABLE, life)
@@ -110,16 +133,17 @@ def simulate(
                     if arrives_s > now:
                         at(arrives_s, _ARRIVE, life.peer)
             elif kind == _ABLE:
-                able.add(life.speed)
+                able.add(speeds[life.peer])
+                has_been_able.add(life.peer)
             elif kind == _NOTICE:
                 roster.give_notice(life.peer, life.leaves_s)
             else:
                 outcome.leaves += 1
-                alive.remove(life.speed)
-                if life.joins_s <= 0 or (
-                    life.joins_s + least_download / life.link_bytes_per_s < life.leaves_s
-                ):
-                    able.remove(life.speed)
+                speed = speeds.pop(life.peer)
+                alive.remove(speed)
+                if life.peer in has_been_able:
+                    has_been_able.remove(life.peer)
+                    able.remove(speed)
                 gone = roster.remove(life.peer)
                 if gone is not None and gone.stages and not life.notice_s:
                     own = roster.rate(gone, gone.stages[0])
@@ -173,7 +197,8 @@ class _Setbacks:
         number, in_step = divmod(progress, self.step.microbatches)
         if number != self.number:
             self.number, self.lost, self.late_s = int(number), {}, 0.0
-        rate, flow = roster.present[stage], roster.throughput
+        flow = roster.throughput
+        rate = max(flow, roster.present[stage])  # those who hold it as a second stage help
         if rate <= 0:  # nobody is left: the stage begins the step anew
             self.lost[stage] = in_step
             return in_step, in_step

@@ -36,7 +36,7 @@ Waiting = Generator[simpy.Event, Any, Any]
 class Device:
     """One task at a time, backward first. `run` gives an event: True when done, False if it died.
 
-    `speed` in cost units per second; None once it has died.
+    `speed` in cost units per second; a task takes what it is when it begins.
     """
 
     def __init__(self, env: simpy.Environment, speed: float) -> None:
@@ -50,7 +50,7 @@ class Device:
         if not self.alive:
             event.succeed(False)
             return event
-        heapq.heappush(self._queue, (kind, next(self._order), cost / self.speed, event))
+        heapq.heappush(self._queue, (kind, next(self._order), cost, event))
         if self._current is None:
             self._next()
         return event
@@ -68,9 +68,9 @@ class Device:
         if not self._queue:
             self._current = None
             return
-        _, _, seconds, event = heapq.heappop(self._queue)
+        _, _, cost, event = heapq.heappop(self._queue)
         self._current = event
-        timer = self.env.timeout(seconds)
+        timer = self.env.timeout(cost / self.speed)
         timer.callbacks.append(lambda _: self._done(event))
 
     def _done(self, event: simpy.Event) -> None:
@@ -101,9 +101,10 @@ class _Swarm:
         self.alive, self.able = Reach(costs), Reach(costs)
         self.least_bytes = min(need.download_bytes for need in needs)
         self.devices: dict[str, Device] = {}
+        self.has_been_able: set[str] = set()
         self.counted: dict[str, Counter[int]] = {}  # per replica: stage -> of this step
         self.under_way = 0
-        self.slots = step.slots or len(needs) + 2
+        self.slots = step.slots or 2 * len(needs) + 2
         self.left = 0  # of this step, replays included
         self.news = self.env.event()
         self.last_s = 0.0
@@ -122,6 +123,7 @@ class _Swarm:
         joiner = roster.newcomer(life)
         stage = self.policy.stage_of(roster, joiner)
         self.devices[life.peer] = Device(env, life.speed)
+        env.process(self._turn(life))
         self.counted[life.peer] = Counter()
         if stage is None:
             roster.homeless += 1
@@ -147,20 +149,37 @@ class _Swarm:
             return
         yield self.env.timeout(after_s)
         self._account()
-        self.able.add(life.speed)
-        if math.isfinite(life.leaves_s):
-            yield self.env.timeout(max(0.0, life.leaves_s - self.env.now))
+        if life.peer in self.devices:
+            self.able.add(self.devices[life.peer].speed)
+            self.has_been_able.add(life.peer)
+
+    def _turn(self, life: Life) -> Waiting:
+        """Its speed becomes another, again and again."""
+        for turn_s, speed in life.turns:
+            yield self.env.timeout(max(0.0, turn_s - self.env.now))
+            device = self.devices.get(life.peer)
+            if device is None:
+                return
             self._account()
-            self.able.remove(life.speed)
+            able = life.peer in self.has_been_able
+            for reach in (self.alive, self.able) if able else (self.alive,):
+                reach.remove(device.speed)
+                reach.add(speed)
+            device.speed = speed
+            self.roster.set_speed(life.peer, speed)
 
     def _leave(self, life: Life) -> None:
         self._account()
         self.outcome.leaves += 1
-        self.alive.remove(life.speed)
+        device = self.devices.pop(life.peer)
+        self.alive.remove(device.speed)
+        if life.peer in self.has_been_able:
+            self.has_been_able.remove(life.peer)
+            self.able.remove(device.speed)
         self.roster.remove(life.peer)
         self.router.remove(life.peer)
         lost = self.counted.pop(life.peer)
-        self.devices.pop(life.peer).die()
+        device.die()
         if not life.notice_s:
             for stage, number in lost.items():
                 for _ in range(number):
@@ -201,6 +220,7 @@ class _Swarm:
         """Step after step."""
         while True:
             self.left = self.step.microbatches
+            self.router.begin_step()
             for each in self.counted.values():
                 each.clear()
             issued = 0
@@ -226,6 +246,8 @@ class _Swarm:
 
     def _microbatch(self, route: list[str]) -> Waiting:
         stages = range(len(self.needs))
+        for replica in route:
+            self.router.started(replica)
         for stage in stages:
             if stage and self.step.hop_s:
                 yield self.env.timeout(self.step.hop_s)
@@ -234,6 +256,8 @@ class _Swarm:
             yield from self._task(route, stage, _BACKWARD)
             if stage and self.step.hop_s:
                 yield self.env.timeout(self.step.hop_s)
+        for replica in route:
+            self.router.finished(replica)
         self.under_way -= 1
         self.outcome.did(self.env.now, self.env.now, 1)
         self.left -= 1
@@ -244,6 +268,7 @@ class _Swarm:
         route = [""] * len(self.needs)
         yield from self._task(route, stage, _FORWARD)
         yield from self._task(route, stage, _BACKWARD)
+        self.router.finished(route[stage])
         self.left -= 1
         self._tell()
 
@@ -262,6 +287,7 @@ class _Swarm:
                 yield self.env.timeout(0.1)  # as a leader that asks again
                 continue
             route[stage] = choice.replica
+            self.router.started(choice.replica)
             if kind == _BACKWARD:  # the new one has no forward of it
                 again = self.devices[choice.replica].run(_FORWARD, FORWARD_SHARE * cost)
                 if not (yield again):

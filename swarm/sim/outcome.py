@@ -17,11 +17,13 @@ class Reach:
     """The most that the peers added could do together, as they come and go.
 
     Exact for equal speeds, else the bound of `swarm.placement.optimum` up to 500 peers, and above
-    that the sum of speeds over the sum of costs, which bounds it too.
+    that the sum of speeds over the sum of costs, which bounds it too. `divisible`: that sum in any
+    case, for it also bounds peers that divide their time between stages.
     """
 
-    def __init__(self, costs: Sequence[float]) -> None:
+    def __init__(self, costs: Sequence[float], *, divisible: bool = False) -> None:
         self.costs = list(costs)
+        self.divisible = divisible
         self.speeds: Counter[float] = Counter()
         self.count = 0
         self.sum = 0.0
@@ -50,6 +52,8 @@ class Reach:
         return self._value
 
     def _compute(self) -> float:
+        if self.divisible:
+            return self.sum / sum(self.costs)
         if self.count < len(self.costs):
             return 0.0
         if len(self.speeds) == 1:
@@ -80,6 +84,7 @@ class Outcome:
     redone: float = 0.0
     stalled_s: float = 0.0
     moves: int = 0
+    seconds_fetched: int = 0  # second stages
     joins: int = 0
     leaves: int = 0
     peer_seconds: float = 0.0

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
-from swarm.placement import Move, MovePolicy, PeerLoad, plan_moves
+from swarm.placement import Move, MovePolicy, PeerLoad, Second, plan_moves, plan_seconds
 from swarm.placement.joining import choose_among
 from swarm.sim.roster import Roster
 
@@ -31,6 +31,10 @@ class Policy(Protocol):
         """Who begins to move now."""
         ...
 
+    def seconds(self, roster: Roster) -> Sequence[Second]:
+        """Who begins to fetch a second stage now."""
+        ...
+
 
 class Nothing:
     """Nobody moves. A joiner takes the slowest stage, those under way counted, or a random one."""
@@ -49,6 +53,9 @@ class Nothing:
         return choose_among(roster.bare, joiner, roster.settled, roster.expected).stage
 
     def moves(self, roster: Roster, now_s: float) -> Sequence[Move]:
+        return ()
+
+    def seconds(self, roster: Roster) -> Sequence[Second]:
         return ()
 
 
@@ -100,10 +107,11 @@ class Planner:
     """The functions of `swarm.placement`, as a leader runs them."""
 
     def __init__(self, every_s: float = 30.0, policy: MovePolicy | None = None) -> None:
-        self.name = "planner"
         self.every_s: float | None = every_s
         self.policy = policy or MovePolicy()
-        self._seen = -1
+        share = self.policy.second_share
+        self.name = f"planner, {share:.0%} hold two" if share else "planner"
+        self._seen = self._seen_seconds = -1
         self._rests_until_s = 0.0
 
     def stage_of(self, roster: Roster, joiner: PeerLoad) -> int | None:
@@ -119,3 +127,11 @@ class Planner:
         if plan.moves:
             self._rests_until_s = min(self._rests_until_s, now_s + self.policy.hysteresis_s)
         return plan.moves
+
+    def seconds(self, roster: Roster) -> Sequence[Second]:
+        share = self.policy.second_share
+        if not share or roster.changes == self._seen_seconds:
+            return ()
+        orders = plan_seconds(roster.table, share)
+        self._seen_seconds = roster.changes + len(orders)
+        return orders

@@ -20,7 +20,8 @@ def summary(outcomes: Outcomes) -> dict[str, Any]:
 
     `relative`: microbatches done / those of the optimum for the peers alive, over the whole run;
     mean, standard deviation over seeds, and each seed's. `bound`: the same for whoever knew the
-    future. `recovery_s`: of the times below 95 % of the optimum, the mean and the longest.
+    future. `second_stages`: how many were fetched. `recovery_s`: of the times below 95 % of the
+    optimum, the mean and the longest.
     """
     return {name: _summary_of(runs) for name, runs in outcomes.items()}
 
@@ -41,6 +42,7 @@ def _summary_of(runs: Sequence[Outcome]) -> dict[str, Any]:
         "bound": round(statistics.fmean([run.bound for run in runs]), 6),
         "throughput": mean([run.work / run.seconds for run in runs]),
         "moves": mean([run.moves for run in runs]),
+        "second_stages": mean([run.seconds_fetched for run in runs]),
         "stalled_s": mean([run.stalled_s for run in runs]),
         "recovery_s": {"mean": mean(spells), "longest": round(max(spells, default=0.0), 4)},
         "redone": mean([run.redone for run in runs]),

@@ -10,21 +10,35 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from swarm.placement import LoadTable, Move, PeerLoad, StageNeed
+from swarm.placement import LoadTable, Move, PeerLoad, Second, StageNeed, chain_throughput
+from swarm.placement.chain import next_stage
 from swarm.sim.churn import Life
 
 
 class Roster:
-    """Peers of one stage each. `lifetime_s` is what planners are told of how long peers stay."""
+    """Peers of one stage each, some of which hold the next one as well.
 
-    def __init__(self, needs: tuple[StageNeed, ...], lifetime_s: float = math.inf) -> None:
+    `lifetime_s` is what planners are told of how long peers stay; `second_cost` the share of its
+    time that a second stage costs whoever holds one (its averaging and update).
+    """
+
+    def __init__(
+        self,
+        needs: tuple[StageNeed, ...],
+        lifetime_s: float = math.inf,
+        second_cost: float = 0.0,
+    ) -> None:
         self.needs = needs
         self.lifetime_s = lifetime_s
+        self.second_cost = second_cost
         self.peers: dict[str, PeerLoad] = {}
         stages = len(needs)
         self.present = [0.0] * stages  # microbatches/s of those who serve
         self.settled = [0.0] * stages  # once all have arrived, and those who said so have gone
         self.serving = [0] * stages
+        self.linked = [0.0] * stages  # speed of those that serve it and hold the next one
+        self.links = [0] * stages
+        self._flow: float | None = 0.0
         self.expected = [0] * stages
         self.changes = 0
         self.homeless = 0  # joiners that fitted no stage
@@ -42,7 +56,20 @@ class Roster:
     @property
     def throughput(self) -> float:
         """Microbatches/s now."""
-        return min(self.present)
+        if self._flow is None:
+            self._flow = self._compute()
+        return self._flow
+
+    def _compute(self) -> float:
+        if not any(self.links):
+            return min(self.present)
+        costs = [need.cost for need in self.needs]
+        alone = [
+            rate * cost - linked
+            for rate, cost, linked in zip(self.present, costs, self.linked, strict=True)
+        ]
+        left = 1.0 - self.second_cost
+        return max(0.0, chain_throughput(costs, alone, [left * each for each in self.linked]))
 
     def newcomer(self, life: Life) -> PeerLoad:
         return PeerLoad(
@@ -66,7 +93,7 @@ class Roster:
         """It begins to move; returns when it will serve its new stage."""
         peer = self.peers[move.peer]
         assert peer.stages == (move.from_stage,)
-        mover = replace(peer, moved_s=now_s, left_stage=move.from_stage)
+        mover = replace(peer, moved_s=now_s, left_stage=move.from_stage, second=None, fetching=None)
         if move.download_s == 0.0:
             self._put(replace(mover, stages=(move.to_stage,)))
         else:
@@ -88,10 +115,28 @@ class Roster:
         self._put(replace(peer, stages=(peer.arriving,), arriving=None))
         return True
 
+    def begin_second(self, order: Second, now_s: float) -> float:
+        """It begins to fetch a second stage; returns when it will hold it."""
+        peer = self.peers[order.peer]
+        download_s = self._bare.download_s(peer, order.stage)
+        self._put(replace(peer, fetching=order.stage, arrives_s=now_s + download_s))
+        return now_s + download_s
+
+    def hold_second(self, name: str, now_s: float) -> None:
+        """Its second stage should be there, unless it has gone or moves."""
+        peer = self.peers.get(name)
+        if peer is not None and peer.fetching is not None and peer.arrives_s <= now_s:
+            self._put(replace(peer, second=peer.fetching, fetching=None))
+
     def give_notice(self, name: str, leaves_s: float) -> None:
         peer = self.peers.get(name)
         if peer is not None:
             self._put(replace(peer, leaves_s=leaves_s))
+
+    def set_speed(self, name: str, speed: float) -> None:
+        peer = self.peers.get(name)
+        if peer is not None:
+            self._put(replace(peer, speed=speed))
 
     def remove(self, name: str) -> PeerLoad | None:
         """It is gone."""
@@ -100,6 +145,7 @@ class Roster:
             self._count(peer, -1)
             del self.peers[name]
             self.changes += 1
+            self._flow = None
         return peer
 
     def rate(self, peer: PeerLoad, stage: int) -> float:
@@ -112,10 +158,14 @@ class Roster:
         self.peers[peer.peer] = peer
         self._count(peer, 1)
         self.changes += 1
+        self._flow = None
 
     def _count(self, peer: PeerLoad, sign: int) -> None:
         for stage in peer.stages:
             self._add(self.present, self.serving, stage, sign, self.rate(peer, stage))
+        if peer.second is not None:
+            assert peer.second == next_stage(peer.stages[0], len(self.needs))
+            self._add(self.linked, self.links, peer.stages[0], sign, peer.speed or 0.0)
         if math.isinf(peer.leaves_s):
             settled: Iterable[int] = peer.stages if peer.arriving is None else (peer.arriving,)
             for stage in settled:

@@ -37,12 +37,14 @@ class _Section(BaseModel):
 
 
 class Stages(_Section):
-    """`cost`: seconds a device of speed 1 takes for a microbatch, of all stages or of each."""
+    """`cost`: seconds a device of speed 1 takes for a microbatch, of all stages or of each.
+    `second_cost`: share of its time that a second stage costs whoever holds one."""
 
     count: int = Field(ge=1, le=1024)
     cost: Positive | Positives = 1.0
     memory_gib: float = Field(default=0.0, ge=0)
     download_mib: float = Field(default=0.0, ge=0)
+    second_cost: float = Field(default=0.0, ge=0, lt=1)
 
     @model_validator(mode="after")
     def _as_many(self) -> Self:
@@ -182,6 +184,7 @@ class PolicySection(_Section):
     horizon_s: Positive = _DEFAULT.horizon_s
     min_gain: float = Field(default=_DEFAULT.min_gain, ge=0)
     keeps_serving: bool = _DEFAULT.keeps_serving
+    second_share: float = Field(default=_DEFAULT.second_share, ge=0, le=1)
 
     def build(self, seed: int) -> Policy:
         if self.kind == "none":
@@ -193,6 +196,7 @@ class PolicySection(_Section):
             horizon_s=self.horizon_s,
             min_gain=self.min_gain,
             keeps_serving=self.keeps_serving,
+            second_share=self.second_share,
         )
         return Planner(self.every_s, policy)
 
@@ -214,6 +218,8 @@ class Scenario(_Section):
     def _consistent(self) -> Self:
         if self.resolution == "microbatch" and not self.step.microbatches:
             raise ValueError('resolution = "microbatch" needs step.microbatches')
+        if self.resolution == "microbatch" and self.divisible:
+            raise ValueError('second stages are simulated with resolution = "fluid" only')
         names = [each.build(0).name for each in self.policies]
         if len(set(names)) < len(names):
             raise ValueError("two policies are the same but for parameters that are not shown")
@@ -222,6 +228,12 @@ class Scenario(_Section):
     @property
     def seconds(self) -> float:
         return self.hours * 3600
+
+    @property
+    def divisible(self) -> bool:
+        """Whether some peers hold second stages, so that all is measured against peers that divide
+        their time as they like."""
+        return any(each.second_share > 0 for each in self.policies)
 
     @property
     def step_of(self) -> Step:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -205,6 +206,46 @@ def test_the_optimum_is_a_bound_and_exact_for_equal_peers() -> None:
         assert optimum(costs, equal) == pytest.approx(best_by_trying(costs, equal))
     assert optimum([1.0] * 32, [1.0] * 400) == 12.0
     assert optimum([1.0] * 3, [1.0] * 2) == 0.0
+
+
+def settle(table: LoadTable) -> list[float]:
+    """Plan after plan, each carried out at once, until nobody moves; the rates then."""
+    now_s = 0.0
+    for _ in range(20):
+        plan = plan_moves(table, now_s)
+        if not plan.moves:
+            return table.present_rates(now_s)
+        to = {move.peer: move.to_stage for move in plan.moves}
+        peers = tuple(
+            replace(p, stages=(to[p.peer],), moved_s=now_s, left_stage=p.stages[0])
+            if p.peer in to
+            else p
+            for p in table.peers
+        )
+        table = LoadTable(table.stages, peers)
+        now_s += 1000.0  # everybody has rested
+    raise AssertionError("it never came to rest")
+
+
+@pytest.mark.parametrize("start", ["as they joined", "anyhow"])
+def test_small_unlike_swarms_end_near_the_best_assignment(start: str) -> None:
+    draw = random.Random(f"small/{start}")
+    shares = []
+    for _ in range(300):
+        stages = draw.randint(2, 3)
+        costs = [draw.choice([1.0, 1.5, 2.0, 3.0]) for _ in range(stages)]
+        speeds = [draw.choice([0.5, 1.0, 1.5, 3.0]) for _ in range(draw.randint(stages, 6))]
+        table = LoadTable(tuple(StageNeed(cost) for cost in costs))
+        for number, speed in enumerate(speeds):
+            peer = PeerLoad(f"p{number}", speed=speed)
+            stage = choose_stage(table, peer, 0.0).stage
+            assert stage is not None
+            if start == "anyhow":
+                stage = number if number < stages else draw.randrange(stages)
+            table = LoadTable(table.stages, (*table.peers, replace(peer, stages=(stage,))))
+        shares.append(min(settle(table)) / best_by_trying(costs, speeds))
+    assert max(shares) <= 1 + 1e-9
+    print(start, sorted(shares)[:30], sum(shares) / len(shares))
 
 
 def test_memory_is_the_stated_sum() -> None:

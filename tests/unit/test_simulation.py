@@ -6,12 +6,13 @@ import json
 import math
 import random
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from peer.simulate import simulate
 from swarm.errors import ConfigError
-from swarm.placement import StageNeed
+from swarm.placement import MovePolicy, StageNeed
 from swarm.sim import fluid, microbatches
 from swarm.sim.churn import Life, diurnal, exponential, preemptible, read_trace
 from swarm.sim.fluid import Step
@@ -68,6 +69,15 @@ def test_what_a_dead_replica_counted_is_computed_again() -> None:
     assert done.work == pytest.approx(3 * 100 + 2 * 100 - 100, abs=3)
 
 
+@pytest.mark.parametrize("engine", [fluid, microbatches], ids=["fluid", "microbatch"])
+def test_a_peer_may_become_slower_and_recover(engine: ModuleType) -> None:
+    lives = [*constant(1.0, 1.0), Life("slow", 0.0, turns=((300.0, 0.5), (500.0, 1.0)))]
+    done = engine.simulate(needs(1), lives, Nothing(), seconds=900.0, step=STEP)
+    same = engine.simulate(needs(1), constant(1.0, 1.0, 1.0), Nothing(), seconds=900.0, step=STEP)
+    assert done.work == pytest.approx(same.work * (1 - 100 / 2700), rel=0.01)
+    assert done.optimum_work == pytest.approx(same.optimum_work * (1 - 100 / 2700), rel=0.01)
+
+
 POLICIES: list[Policy] = [Nothing(), PaperRule(60.0), Planner(30.0)]
 
 
@@ -79,6 +89,34 @@ def test_no_policy_is_better_than_the_bound_nor_that_than_the_optimum(policy: Po
     assert 0 < outcome.work <= outcome.reachable_work <= outcome.optimum_work
     assert sum(outcome.done) / len(outcome.done) == pytest.approx(outcome.work / 7200.0)
     assert outcome.joins == len(stays)
+
+
+def test_second_stages_bring_throughput_near_the_bound_and_never_above() -> None:
+    stays = exponential(random.Random(1), 14400.0, count=80, lifetime_s=6000.0, away_s=300.0)
+    lives = [Life(f"p{at}", *stay, link_bytes_per_s=1.0) for at, stay in enumerate(sorted(stays))]
+    shares = []
+    for share in (0.0, 0.5, 1.0):
+        outcome = fluid.simulate(
+            needs(8, 300), lives, Planner(30.0, MovePolicy(second_share=share)), seconds=14400.0,
+            lifetime_s=6000.0, divisible=True,
+        )  # fmt: skip
+        assert 0 < outcome.work <= outcome.reachable_work <= outcome.optimum_work
+        assert (outcome.seconds_fetched > 0) is (share > 0)
+        shares.append(outcome.work / outcome.reachable_work)
+    assert shares == sorted(shares)
+    assert shares[2] > 1 - (1 - shares[0]) / 2
+
+
+def test_what_a_second_stage_costs_is_taken_from_its_holders() -> None:
+    done = [
+        fluid.simulate(
+            needs(3), constant(*[1.0] * 12), Planner(30.0, MovePolicy(second_share=1.0)),
+            seconds=1000.0, second_cost=cost, divisible=True,
+        ).work
+        for cost in (0.0, 0.1)
+    ]  # fmt: skip
+    assert done[0] == pytest.approx(4000.0)
+    assert done[1] == pytest.approx(0.03 * 4000 + 0.97 * 3600)  # from the first tick on
 
 
 def test_the_optimum_follows_the_peers() -> None:
@@ -191,6 +229,16 @@ def test_mistakes_in_a_scenario_are_named(tmp_path: Path, old: str, new: str, me
     file = tmp_path / "small.toml"
     file.write_text(SMALL.replace(old, new, 1))
     with pytest.raises(ConfigError, match=message):
+        read_scenario(file)
+
+
+def test_second_stages_are_for_the_fluid_only(tmp_path: Path) -> None:
+    file = tmp_path / "small.toml"
+    file.write_text(SMALL + "second_share = 0.5\n")
+    assert read_scenario(file).divisible
+    fine = 'seeds = 2\nresolution = "microbatch"\nstep = { microbatches = 8 }'
+    file.write_text(file.read_text().replace("seeds = 2", fine))
+    with pytest.raises(ConfigError, match="second stages are simulated with"):
         read_scenario(file)
 
 
