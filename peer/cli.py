@@ -123,6 +123,15 @@ def train(
             "--accept-loss", help="Resume without the trainers that are gone: forks if they live."
         ),
     ] = False,
+    second_stages: Annotated[
+        float,
+        typer.Option(
+            help="Share of each stage's peers to hold the next one too: helps when peers die, "
+            "costs memory and averaging.",
+            min=0.0,
+            max=1.0,
+        ),
+    ] = 0.0,
     plain: Plain = False,
     debug: Debug = False,
 ) -> None:
@@ -147,6 +156,7 @@ def train(
             lan=lan,
             resume=resume,
             accept_loss=accept_loss,
+            second_stages=second_stages,
             plain=plain,
         )
 

@@ -35,6 +35,7 @@ def lead(
     lan: bool,
     resume: Path | None,
     accept_loss: bool,
+    second_stages: float,
     plain: bool,
 ) -> None:
     """`swarm train`: lead the run of a file with whoever joins; goes on where it stopped."""
@@ -44,6 +45,7 @@ def lead(
     from peer.show import Follower
     from peer.view import TerminalView
     from swarm.net.link import parse_link
+    from swarm.placement import MovePolicy
 
     config = load_config(run)
     if accept_loss and resume is None:
@@ -83,6 +85,7 @@ def lead(
             bootstrap=link.addresses if link else (),
             resume=resume,
             accept_loss=accept_loss,
+            moves=MovePolicy(second_share=second_stages),
             say=view.note,
         )
         try:

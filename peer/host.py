@@ -9,6 +9,9 @@ the old one goes on serving, is taken in like any joiner, and once a commit name
 asks to go: nothing is replayed, and whatever happens half way leaves a swarm in which some replicas
 have joined or left. Where memory does not hold both, the old one goes first. Who does not hear of
 the end of a move in time gives it up and stays what it was.
+
+A leader may have a peer hold a second stage (`swarm.placement.chain`): one more replica, which the
+peer gives up before it moves.
 """
 
 from __future__ import annotations
@@ -88,13 +91,13 @@ class Host:
                 await self._changed.wait()
 
     def _raise_if_it_must(self, member: Member, task: asyncio.Task[None]) -> None:
-        """What ends one replica ends the process, unless it was to take the place of another."""
+        """What ends one replica ends the process, unless it was to help or replace another."""
         try:
             task.result()
         except JoinError as error:
-            if not (member.replaces and self._serving):
+            if not ((member.replaces or member.second) and self._serving):
                 raise
-            log.info("cannot move: %s", error)
+            log.info("cannot serve another stage: %s", error)
 
     def _begin(self, stage: int | None, replaces: str = "") -> Member:
         incarnation = self._name_life()
@@ -131,6 +134,10 @@ class Host:
             return f"there is nothing to move to in stage {order.stage}"
         if member.memory_bytes is not None and order.memory_bytes > member.memory_bytes:
             return f"not enough memory for stage {order.stage}"
+        if order.also:
+            self._say(f"holding stage {order.stage} as well: {order.reason}")
+            self._begin(order.stage).second = True
+            return ""
         self._say(f"moving to stage {order.stage}: {order.reason}")
         self._moving = self._tasks.spawn(self._move(member, order), f"move to {order.stage}")
         self._moving.add_done_callback(self._moved)
@@ -143,6 +150,9 @@ class Host:
     async def _move(self, old: Member, order: MoveOrder) -> None:
         source, clock = old.serves, asyncio.get_running_loop()
         assert source is not None
+        for each in self.members:
+            if each.second:
+                await self._leave(each)
         if not order.beside:
             await self._leave(old)
             self._begin(order.stage).left = source, clock.time()

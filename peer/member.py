@@ -81,6 +81,7 @@ class Member:
         self.numerics, self.benchmark_s = numerics, benchmark_s
         self.speed, self.memory_bytes, self.pinned = speed, memory_bytes, pinned
         self.replaces = ""  # the incarnation in this process that leaves once this one serves
+        self.second = False  # beside another in this process
         self.left: tuple[int, float] | None = None  # the stage it moved from, and when
         self.on_move: Callable[[Member, MoveOrder], str] = lambda *_: "this peer does not move"
         self.serves: int | None = None  # the stage it was given
@@ -159,6 +160,7 @@ class Member:
             "numerics": self.numerics,
             "pinned": self.pinned,
             "replaces": self.replaces,
+            "second": self.second,
             **self._moved(),
             "speed": self.speed,
             "memory_bytes": self.memory_bytes,

@@ -49,6 +49,7 @@ class Offer:
     replaces: str = ""  # an incarnation of the same peer that leaves once this one serves
     speed: float | None = None  # rounds of the reference per second (`peer.measure`)
     memory_bytes: int | None = None
+    second: bool = False  # beside another replica of the same peer, which it helps
     left_stage: int | None = None  # the peer moved from there
     left_ago_s: float = math.inf  # so long ago, when it said so
 
@@ -65,6 +66,7 @@ class Offer:
             replaces=replaces if replaces.split("#", 1)[0] == peer else "",
             speed=speed if isinstance(speed, float) and 0 < speed < MAX_SPEED else None,
             memory_bytes=count(memory) if isinstance(memory, int) else None,
+            second=body.get("second") is True,
             left_stage=left if moved else None,
             left_ago_s=ago if moved else math.inf,
         )

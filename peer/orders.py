@@ -53,12 +53,14 @@ def left_behind(mine: Record, newest: Record) -> bool:
 
 
 class MoveOrder(NamedTuple):
-    """A stage to serve instead of this one, and why. `beside`: the device holds both meanwhile."""
+    """A stage to serve instead of this one, and why. `beside`: the device holds both meanwhile;
+    `also`: for good, as a second stage."""
 
     stage: int
     reason: str
     beside: bool
     memory_bytes: int  # of a replica there, as the leader estimates it
+    also: bool = False
 
 
 def read_shares(value: object, num_members: int) -> list[int] | None:
@@ -196,7 +198,8 @@ class Orders:
         self._heed(channel, Term.read(body.get("term")))
         stage, need = count(body.get("stage")), count(body.get("memory_bytes", 0))
         reason = str(body.get("reason", ""))[:200]
-        refusal = self.on_move(MoveOrder(stage, reason, body.get("beside") is True, need))
+        beside, also = (body.get(name) is True for name in ("beside", "also"))
+        refusal = self.on_move(MoveOrder(stage, reason, beside, need, also))
         return Message({"refusal": refusal[:200]})
 
     # ---- averaging ------------------------------------------------------------------------------

@@ -33,11 +33,13 @@ from swarm.placement import (
     MovePolicy,
     PeerLoad,
     Placement,
+    Second,
     StageNeed,
     choose_stage,
     estimate_memory,
     optimum,
     plan_moves,
+    plan_seconds,
     recut,
 )
 
@@ -59,6 +61,8 @@ class _Peer:
     target: int | None = None  # the stage it was told to go to and has not reached
     until: float = -math.inf  # for so long it counts there
     pinned_until: float = -math.inf  # it has refused
+    fetching: int | None = None  # the second stage it was told to hold
+    fetching_until: float = -math.inf
     moved_at: float = -math.inf
 
 
@@ -140,6 +144,18 @@ class Rebalancing:
         replaced = {each.offer.replaces for each in present}
         serving = [m for m in present if not m.leaving and m.incarnation not in replaced]
         arriving, until = known.target, known.until
+        second = fetching = None
+        if any(not each.offer.second for each in lives):
+            extra = [each for each in lives if each.offer.second]
+            serving = [each for each in serving if each not in extra]
+            coming = [each for each in coming if each not in extra]
+            for each in extra:
+                if each.standing is Standing.JOINING:
+                    fetching = each.stage
+                elif not each.leaving:
+                    second = each.stage
+            if second is None and fetching is None and known.fetching_until > now:
+                fetching = known.fetching
         for member in coming:
             if member.offer.replaces or not serving:
                 arriving, until = member.stage, member.joined_at + RESERVED_S
@@ -166,6 +182,8 @@ class Rebalancing:
             moved_s=moved_at,
             left_stage=left,
             leaves_s=now if present and not serving and not coming else math.inf,
+            second=second,
+            fetching=fetching,
         )
 
     # ---- joiners --------------------------------------------------------------------------------
@@ -220,22 +238,39 @@ class Rebalancing:
                 peer.until = now + RESERVED_S
                 need = table.stages[move.to_stage].memory_bytes
                 self.leader.tasks.spawn(self._order(mover, move, need), "move")
+        if not plan.moves:
+            for order in plan_seconds(table, self.policy.second_share):
+                self._order_second(order, table, now)
+
+    def _order_second(self, order: Second, table: LoadTable, now: float) -> None:
+        for member in self.leader.members:
+            if peer_of(member.incarnation) == order.peer and member.standing is Standing.SERVING:
+                peer = self._of(member.incarnation)
+                peer.fetching, peer.fetching_until = order.stage, now + RESERVED_S
+                need = table.stages[order.stage].memory_bytes
+                what = self._order(member, order, need)
+                self.leader.tasks.spawn(what, "second stage")
+                return
 
     def _forget(self, now: float) -> None:
         """Peers that are gone, once what is remembered of them has no effect any more."""
         present = {peer_of(member.incarnation) for member in self.leader.members}
         for name, peer in list(self._peers.items()):
-            last = max(peer.until, peer.pinned_until, peer.moved_at + self.policy.hysteresis_s)
+            rests_until = peer.moved_at + self.policy.hysteresis_s
+            last = max(peer.until, peer.pinned_until, peer.fetching_until, rests_until)
             if name not in present and last < now:
                 del self._peers[name]
 
-    async def _order(self, mover: Member, move: Move, memory_bytes: int) -> None:
+    async def _order(self, mover: Member, order: Move | Second, memory_bytes: int) -> None:
         leader, refusal = self.leader, ""
+        also = isinstance(order, Second)
+        stage = order.stage if isinstance(order, Second) else order.to_stage
         body = {
             "term": list(leader.term),
-            "stage": move.to_stage,
-            "reason": move.reason,
-            "beside": move.keeps_serving,
+            "stage": stage,
+            "reason": order.reason,
+            "beside": isinstance(order, Second) or order.keeps_serving,
+            "also": also,
             "memory_bytes": memory_bytes,
         }
         try:
@@ -248,11 +283,15 @@ class Rebalancing:
             refusal = brief(str(error))
         peer = self._of(mover.incarnation)
         if refusal:
-            peer.target, peer.until = None, -math.inf
+            if also:
+                peer.fetching, peer.fetching_until = None, -math.inf
+            else:
+                peer.target, peer.until = None, -math.inf
             peer.pinned_until = asyncio.get_running_loop().time() + REFUSED_S
-            self._tell("move_refused", mover.incarnation, mover.stage, move.to_stage, refusal)
+            self._tell("move_refused", mover.incarnation, mover.stage, stage, refusal)
         else:
-            self._tell("move", mover.incarnation, mover.stage, move.to_stage, move.reason)
+            what = "second" if also else "move"
+            self._tell(what, mover.incarnation, mover.stage, stage, order.reason)
 
     def _tell(self, what: str, replica: str, source: int, target: int, reason: str) -> None:
         self.leader.probe(what, replica=replica, source=source, target=target, reason=reason)

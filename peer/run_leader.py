@@ -43,6 +43,7 @@ from swarm.net.identity import Identity
 from swarm.net.link import MAX_LINK_CHARS, format_link, group_by_peer
 from swarm.net.links import Links
 from swarm.net.records import leader_key
+from swarm.placement import MovePolicy
 from swarm.tasks import TaskSet
 from swarm.terms import new_incarnation
 from swarm.words import clean, mapping
@@ -59,9 +60,9 @@ class LeaderProcess:
 
     `start_with` is how many replicas each stage waits for before the first step (one, if left
     out). With `resume`, a run directory or a checkpoint, the run goes back to that state or, if it
-    is of another run, begins with it; with `accept_loss` also without a majority of trainers. `say`
-    gets lines for people. `on_link`, `on_step` and `show` (the status, twice a second) are for
-    whoever watches.
+    is of another run, begins with it; with `accept_loss` also without a majority of trainers.
+    `moves` says when peers move (`Leader`). `say` gets lines for people. `on_link`, `on_step` and
+    `show` (the status, twice a second) are for whoever watches.
     """
 
     leader_type = Leader  # what leads a term; one that keeps books may take its place
@@ -84,6 +85,7 @@ class LeaderProcess:
         bootstrap: Sequence[str] = (),
         resume: Path | None = None,
         accept_loss: bool = False,
+        moves: MovePolicy | None = None,
         say: Callable[[str], None] = log.warning,
     ) -> None:
         self.config, self.run_dir, self.identity = config, run_dir, identity
@@ -98,7 +100,7 @@ class LeaderProcess:
         self._on_link, self._on_step, self._show = on_link, on_step, show
         self._cache_dir, self._lan = cache_dir, lan
         self._bootstrap, self._resume, self._say = tuple(bootstrap), resume, say
-        self._accept_loss = accept_loss
+        self._accept_loss, self._moves = accept_loss, moves
         self._addresses: dict[str, tuple[str, ...]] = group_by_trainer(bootstrap)
         self._shown: Mapping[str, Any] = self.status.as_dict()  # the status as last built
 
@@ -186,6 +188,7 @@ class LeaderProcess:
                 quorum,
                 seed=self.config.run.seed,
                 same_numerics=not has_portable_optimizer(self.config),
+                moves=self._moves,
                 probe=self._note,
                 saved=saved,
             )

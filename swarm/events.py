@@ -26,7 +26,7 @@ KINDS = frozenset(
         "run", "joined", "admitted", "leaving", "left", "expelled", "failed", "round_failed",
         "diverged", "step", "validation", "checkpoint", "finished", "dropped",
         "bad_chunk", "hold", "suspected", "move", "moved", "move_refused",
-        "paused", "epoch", "damaged",
+        "second", "paused", "epoch", "damaged",
     }
 )  # fmt: skip
 _BUFFER_S = 0.5

@@ -211,6 +211,8 @@ def event_text(event: Mapping[str, Any]) -> str | None:
             return f"{who} is to move from stage {source} to stage {target}{why}"
         case "moved":
             return f"{who} serves stage {target} now, and leaves stage {source}"
+        case "second":
+            return f"{who} is to hold stage {target} besides stage {source}{why}"
         case "move_refused":
             return f"{who} does not move to stage {target}{why}"
         case "round_failed":

@@ -27,8 +27,9 @@ MARKS = ("joined", "left", "expelled", "moved", "paused", "epoch")
 NEWS = frozenset({"step", "failed", "validation", "hold"})  # too many to keep one by one
 SIGNS = {
     "joined": "+", "admitted": "●", "leaving": "↗", "left": "−", "expelled": "✕", "moved": "→",
-    "move": "→", "move_refused": "↛", "suspected": "?", "paused": "‖", "epoch": "↶", "damaged": "!",
-    "checkpoint": "◆", "finished": "✓", "diverged": "≠", "round_failed": "↻", "bad_chunk": "!",
+    "move": "→", "second": "⇉", "move_refused": "↛", "suspected": "?", "paused": "‖", "epoch": "↶",
+    "damaged": "!", "checkpoint": "◆", "finished": "✓", "diverged": "≠", "round_failed": "↻",
+    "bad_chunk": "!",
 }  # fmt: skip
 
 

@@ -77,6 +77,9 @@ class Sketch:
         self.left = np.array(
             [-1 if p.left_stage is None else p.left_stage for p in peers], dtype=np.int64
         )
+        self.second = np.array(
+            [next(iter({p.second, p.fetching} - {None}), -1) for p in peers], dtype=np.int64
+        )
         self.life = np.array([p.lifetime_s for p in peers])
         self.moved = np.zeros(len(peers), dtype=bool)
         self.measured: dict[int, list[tuple[int, float]]] = {}
@@ -104,6 +107,7 @@ class Sketch:
         allowed = (
             ~self.moved
             & (self.stage != stage)
+            & (self.second != stage)  # it helps there already
             & (self.memory >= self.need[stage])
             & (self.staying[self.stage] >= 2)
         )
@@ -173,6 +177,7 @@ class Sketch:
         left = (self.settled[there] - self.own[others])[:, None] + rates
         gained = self.settled[to] + here[:, None] - self.own[ours][None, :]
         fits = self.memory[ours][None, :] >= self.need[there][:, None]
+        fits &= self.second[ours][None, :] != there[:, None]
         score = np.where(fits, np.minimum(left, gained), -math.inf)
         row, column = divmod(int(score.argmax()), len(ours))
         if score[row, column] <= self.settled[to] * (1 + self.policy.min_gain):

@@ -124,6 +124,44 @@ def test_the_leader_dies_during_a_move(point: str) -> None:
     assert swarm.lives["leader"] == 2
 
 
+def test_a_stage_that_loses_its_own_goes_on_with_those_who_hold_it_as_well() -> None:
+    """Every peer holds the next stage too. Both whose own stage is 1 die, and nothing waits."""
+    moves = MovePolicy(hysteresis_s=5.0, horizon_s=600.0, second_share=1.0)
+    swarm = AdaptiveSwarm(plan=plan(MICROBATCHES, 14), moves=moves)
+    told: list[str] = []
+    held: list[list[list[int]]] = []
+    probe = swarm.on_probe
+
+    def own(name: str) -> int | None:
+        first = [m for m in swarm.hosts[name].members if not m.second]
+        return first[0].serves if first else None
+
+    def kill_both() -> None:
+        if any(len(stages) < 2 for stages in swarm.stages().values()):
+            swarm.later(0.1, kill_both)
+            return
+        held.append(sorted(swarm.stages().values()))
+        doomed = [name for name in swarm.hosts if own(name) == 1]
+        told.append(f"killed {len(doomed)}")
+        for name in doomed:
+            swarm.kill(name)
+
+    def on_probe(who: str, point: str, facts: dict[str, Any]) -> None:
+        probe(who, point, facts)
+        if who == "leader":
+            told.append(point)
+            if point == "second" and told.count("second") == 1:
+                swarm.later(0.1, kill_both)
+
+    swarm.on_probe = on_probe  # type: ignore[method-assign]
+    assert swarm.run(14)["sha256"] == baseline(14, MICROBATCHES)[0]
+    assert held == [[[0, 1], [0, 1], [0, 2], [0, 2], [1, 2], [1, 2]]]
+    assert "killed 2" in told
+    assert "epoch" not in told
+    assert "paused" not in told
+    assert told.count("second") >= 6
+
+
 @pytest.mark.parametrize(("rest_s", "again"), [(0.0, True), (1000.0, False)], ids=["no", "long"])
 def test_a_new_leader_lets_those_rest_who_moved_under_the_old_one(
     rest_s: float, again: bool

@@ -19,7 +19,7 @@ FLAGS = {
     "init": "PATH --debug",
     "id": "--debug",
     "train": "RUN.toml --accept-loss --announce --debug --dir --identity --join --lan --listen "
-    "--plain --report --resume --steps",
+    "--plain --report --resume --second-stages --steps",
     "up": "RUN.toml --debug --device --dir --peers --plain --report --resume --steps --threads "
     "--web",
     "demo": "--debug --dir --minutes --plain",
