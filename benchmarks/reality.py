@@ -19,6 +19,7 @@ import asyncio
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from _helpers import end_politely, print_results, result
@@ -64,7 +65,7 @@ async def happen(options: argparse.Namespace) -> Seen:
         try:
             await swarm.start()
             await swarm.until(lambda: placed(swarm) == best(6), "the best assignment", SETTLE_S)
-            goal = swarm.step + CALM_STEPS + 1
+            goal = swarm.step + CALM_STEPS + 2
             await swarm.until(lambda: swarm.step >= goal, "some steps", SETTLE_S)
             seen.began = [line["t"] for line in swarm.book() if line["point"] == "record"][-1]
             rows = swarm.status()["replicas"]
@@ -114,7 +115,8 @@ def steps_of(seen: Seen) -> tuple[float, float]:
     pauses = [
         min(t for t in issued if t > at) - max(t for t in acknowledged if t < at) for at in calm
     ]
-    return (calm[-1] - calm[0]) / (len(calm) - 1), statistics.fmean(pauses)
+    steps = [later - sooner for sooner, later in pairwise(calm)]
+    return statistics.median(steps), statistics.median(pauses)
 
 
 def first_of(events: Sequence[Mapping[str, Any]], kind: str, replica: str, since: float) -> float:

@@ -148,16 +148,17 @@ class Host:
         self._changed.set()
 
     async def _move(self, old: Member, order: MoveOrder) -> None:
-        source, clock = old.serves, asyncio.get_running_loop()
-        assert source is not None
+        assert old.serves is not None
+        moved = old.serves, asyncio.get_running_loop().time()
         for each in self.members:
             if each.second:
                 await self._leave(each)
         if not order.beside:
             await self._leave(old)
-            self._begin(order.stage).left = source, clock.time()
+            self._begin(order.stage).left = moved
             return
         new = self._begin(order.stage, old.links.incarnation)
+        new.left = moved
         arrives = self._tasks.spawn(new.took_part.wait(), "arrives")
         try:
             await asyncio.wait(
@@ -168,7 +169,6 @@ class Host:
         finally:
             arrives.cancel()
         if new.took_part.is_set():
-            new.left = source, clock.time()
             await self._leave(old)
         elif old in self._serving and not old.finished.is_set():
             log.info("gave up moving to stage %d", order.stage)

@@ -57,18 +57,20 @@ class Offer:
     def read(cls, body: Mapping[str, Any], peer: str) -> Offer:
         """From a `join` of that peer. What makes no sense is left out, for it is only an offer."""
         replaces, speed = str(body.get("replaces", ""))[:200], body.get("speed")
-        memory, left, ago = (body.get(name) for name in ("memory_bytes", "left", "left_ago_s"))
-        moved = (
-            isinstance(left, int) and isinstance(ago, float) and 0 <= left < MAX_STAGES and ago >= 0
-        )
+        memory, left, ago = body.get("memory_bytes"), body.get("left"), body.get("left_ago_s")
+        match left, ago:
+            case int(), float() if 0 <= left < MAX_STAGES and ago >= 0:
+                pass
+            case _:
+                left, ago = None, math.inf
         return cls(
             pinned=body.get("pinned") is True,
             replaces=replaces if replaces.split("#", 1)[0] == peer else "",
             speed=speed if isinstance(speed, float) and 0 < speed < MAX_SPEED else None,
             memory_bytes=count(memory) if isinstance(memory, int) else None,
             second=body.get("second") is True,
-            left_stage=left if moved else None,
-            left_ago_s=ago if moved else math.inf,
+            left_stage=left,
+            left_ago_s=ago,
         )
 
 

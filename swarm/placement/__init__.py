@@ -8,7 +8,8 @@ commits; the simulator (`swarm/sim/`) runs the same ones at sizes no one can ren
 - `memory`  how much a stage needs on a device
 - `joining` the stage of a joiner
 - `chain`   who holds a second stage, and what that makes of the throughput
-- `moves`   who moves where, and whether it pays (`sketch`: the table as it tries them)
+- `moves`   who moves where, and whether it pays (`sketch`: the table as it tries them;
+  `small`: all assignments of a few peers)
 - `optimum` what the best assignment could reach at most; whether another cut would do better
 
 Sources: SWARM parallelism (arXiv 2301.11913, section 3.2) moves one replica every T seconds from

@@ -5,7 +5,8 @@ time by the move that leaves the two stages it touches best off, or by the excha
 where no single move helps. It works on the *settled* table (everything under way has arrived), so
 nothing is moved for a gap that a joiner is about to fill. Of that list it takes the first so many
 moves whose gain over the movers' expected lifetime, less what is lost while they download, is
-largest. A failed region is one plan with many moves.
+largest. A failed region is one plan with many moves. In a small swarm all assignments are tried as
+well (`small`), and taken if that brings more.
 
 What may never happen: a stage left to peers that do not serve it yet; a stage on a device it does
 not fit; a move of a pinned peer, of one under way, of one that has said it goes; a second move
@@ -15,9 +16,11 @@ left.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm.placement.sketch import Move, MovePolicy, Sketch
+from swarm.placement.small import best_moves
 from swarm.placement.table import LoadTable
 
 
@@ -49,6 +52,39 @@ class _Stop:
     insured: float  # the part of it that pays only if a replica is lost
 
 
+class _Draft:
+    """Moves tried one after the other, and what each possible end would bring."""
+
+    def __init__(self, table: LoadTable, now_s: float, policy: MovePolicy) -> None:
+        self.policy = policy
+        self.sketch = Sketch(table, now_s, policy)
+        self.before, self.present = self.sketch.throughput()
+        self.moves: list[Move] = []
+        self.stops = [_Stop(0, self.before, self.present, 0.0, 0.0)]
+        self.horizon_s, self.wait_s, self.effort, self.insured = policy.horizon_s, 0.0, 0.0, 0.0
+
+    def step(self, moves: Sequence[tuple[int, int]]) -> None:
+        """`(peer, stage)` moves that only make sense together."""
+        sketch = self.sketch
+        for at, where in moves:
+            self.horizon_s = min(self.horizon_s, sketch.peers[at].lifetime_s)
+            self.effort += self.policy.effort * float(sketch.own[at]) * sketch.download_s(at, where)
+            self.insured += sketch.insurance(at, where)
+            self.moves.append(sketch.apply(at, where))
+            self.wait_s = max(self.wait_s, self.moves[-1].download_s)
+        after, during = sketch.throughput()
+        net = (after - self.before) * max(0.0, self.horizon_s - self.wait_s)
+        net -= max(0.0, self.present - during) * self.wait_s + self.effort
+        self.stops.append(_Stop(len(self.moves), after, during, net + self.insured, self.insured))
+
+    @property
+    def best(self) -> _Stop:
+        """Where to stop."""
+        enough = self.policy.min_gain * self.before
+        paying = [s for s in self.stops if s.insured > 0 or s.after - self.before > enough]
+        return max(paying, key=lambda stop: (stop.net, -stop.count), default=self.stops[0])
+
+
 def plan_moves(table: LoadTable, now_s: float, policy: MovePolicy | None = None) -> Plan:
     """The moves to begin now, in order; none when nothing pays.
 
@@ -56,39 +92,30 @@ def plan_moves(table: LoadTable, now_s: float, policy: MovePolicy | None = None)
     changed, the next plan is empty. O(peers + moves x (peers + stages)).
     """
     policy = policy or MovePolicy()
-    sketch = Sketch(table, now_s, policy)
-    before, present = sketch.throughput()
-    moves: list[Move] = []
-    stops = [_Stop(0, before, present, 0.0, 0.0)]
-    horizon_s, wait_s, effort, insured = policy.horizon_s, 0.0, 0.0, 0.0
+    draft = _Draft(table, now_s, policy)
     blocked = ""
-    for _ in sketch.peers:
-        to = sketch.slowest()
-        step = sketch.best_step(to)
+    for _ in draft.sketch.peers:
+        to = draft.sketch.slowest()
+        step = draft.sketch.best_step(to)
         if not step:
             blocked = f"nobody can be spared for stage {to}, the slowest"
             break
-        for at, where in step:
-            horizon_s = min(horizon_s, sketch.peers[at].lifetime_s)
-            effort += policy.effort * float(sketch.own[at]) * sketch.download_s(at, where)
-            insured += sketch.insurance(at, where)
-            moves.append(sketch.apply(at, where))
-            wait_s = max(wait_s, moves[-1].download_s)
-        after, during = sketch.throughput()
-        net = (after - before) * max(0.0, horizon_s - wait_s)
-        net -= max(0.0, present - during) * wait_s + effort
-        stops.append(_Stop(len(moves), after, during, net + insured, insured))
-    paying = [s for s in stops if s.insured > 0 or s.after - before > policy.min_gain * before]
-    best = max(paying, key=lambda stop: (stop.net, -stop.count), default=stops[0])
+        draft.step(step)
+    whole = _Draft(table, now_s, policy)
+    if moves := best_moves(whole.sketch):
+        whole.step(moves)
+    if whole.best.net > draft.best.net:
+        draft = whole
+    best = draft.best
     if best.net <= 0:
-        why = blocked if len(stops) == 1 and blocked else "no move gains enough"
-        return Plan((), before, before, present, why)
+        why = blocked if len(draft.stops) == 1 and blocked else "no move gains enough"
+        return Plan((), draft.before, draft.before, draft.present, why)
     return Plan(
-        tuple(moves[: best.count]),
-        before,
+        tuple(draft.moves[: best.count]),
+        draft.before,
         best.after,
         best.during,
-        f"{before:.3g} -> {best.after:.3g} microbatches/s"
-        if best.after > before
+        f"{draft.before:.3g} -> {best.after:.3g} microbatches/s"
+        if best.after > draft.before
         else "spare replicas are spread, so that the loss of one costs less",
     )

@@ -207,8 +207,10 @@ class Sketch:
             self.present[origin] -= self.own[at]
         if not self.staying[to]:
             why = f"stage {to} has nobody"
-        else:
+        elif before <= float(self.settled.min()) * (1 + _EPSILON):
             why = f"stage {to} is the slowest ({before:.3g}/s)"
+        else:
+            why = f"stage {to} can use it ({before:.3g}/s)"
         self.settled[origin] -= self.own[at]
         self.settled[to] += rate
         self.staying[origin] -= 1  # `to` gains a server only when it has arrived

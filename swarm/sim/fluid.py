@@ -90,9 +90,9 @@ def simulate(
             for move in policy.moves(roster, now):
                 outcome.moves += 1
                 at(roster.begin(move, now), _ARRIVE, move.peer)
-            for order in policy.seconds(roster):
+            for second in policy.seconds(roster):
                 outcome.seconds_fetched += 1
-                at(roster.begin_second(order, now), _HOLD, order.peer)
+                at(roster.begin_second(second, now), _HOLD, second.peer)
             assert policy.every_s is not None
             at(now + policy.every_s, _TICK, None)
         elif kind == _ARRIVE:

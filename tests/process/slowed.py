@@ -20,8 +20,8 @@ SLOWER = "slower"
 
 def peer(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
     """As `witness.peer`, on such a device."""
-    import peer.run_peer as run_peer
     from peer.member import Member
+    from peer.run_peer import PeerProcess
     from swarm.compute import Kind
 
     slower = Path(arguments["data_dir"]) / SLOWER
@@ -53,5 +53,7 @@ def peer(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
             super().__init__(*args, **options)
             self.compute = Device(self, self.compute)
 
-    run_peer.Member = SlowedMember  # type: ignore[misc]
-    return witness.peer(arguments, tell)
+    class SlowedPeer(PeerProcess):
+        member_type = SlowedMember
+
+    return witness.peer(arguments, tell, SlowedPeer)

@@ -229,12 +229,14 @@ def settle(table: LoadTable) -> list[float]:
 
 @pytest.mark.parametrize("start", ["as they joined", "anyhow"])
 def test_small_unlike_swarms_end_near_the_best_assignment(start: str) -> None:
+    """Against every assignment there is, also those that no plan reaches because a stage would be
+    left to whoever does not serve it yet."""
     draw = random.Random(f"small/{start}")
     shares = []
-    for _ in range(300):
+    for _ in range(200):
         stages = draw.randint(2, 3)
         costs = [draw.choice([1.0, 1.5, 2.0, 3.0]) for _ in range(stages)]
-        speeds = [draw.choice([0.5, 1.0, 1.5, 3.0]) for _ in range(draw.randint(stages, 6))]
+        speeds = [draw.choice([0.5, 1.0, 1.5, 3.0]) for _ in range(draw.randint(2 * stages, 6))]
         table = LoadTable(tuple(StageNeed(cost) for cost in costs))
         for number, speed in enumerate(speeds):
             peer = PeerLoad(f"p{number}", speed=speed)
@@ -245,7 +247,22 @@ def test_small_unlike_swarms_end_near_the_best_assignment(start: str) -> None:
             table = LoadTable(table.stages, (*table.peers, replace(peer, stages=(stage,))))
         shares.append(min(settle(table)) / best_by_trying(costs, speeds))
     assert max(shares) <= 1 + 1e-9
-    print(start, sorted(shares)[:30], sum(shares) / len(shares))
+    assert min(shares) >= 0.6
+    assert sum(shares) / len(shares) >= 0.97
+
+
+def test_all_assignments_are_tried_where_no_single_move_or_exchange_helps() -> None:
+    speeds = {"a": 3.0, "b": 2.0, "c": 2.0, "d": 2.0, "e": 3.0, "f": 1.0, "g": 1.0}
+    for stages in itertools.product(range(2), repeat=len(speeds)):
+        if not 0 < sum(stages) < len(speeds):
+            continue
+        peers = tuple(
+            PeerLoad(name, (stage,), speed=speed)
+            for (name, speed), stage in zip(speeds.items(), stages, strict=True)
+        )
+        table = LoadTable((StageNeed(), StageNeed()), peers)
+        if min(table.replicas()) >= 2:
+            assert min(settle(table)) >= 0.95 * best_by_trying([1.0, 1.0], list(speeds.values()))
 
 
 def test_memory_is_the_stated_sum() -> None:

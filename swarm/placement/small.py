@@ -1,0 +1,49 @@
+"""Small swarms: every assignment that may be reached is tried.
+
+Move by move a plan can end where no single move and no exchange helps and another assignment is
+still much better; with few peers of unlike speeds that is common. There all can be looked at.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from swarm.placement.sketch import Sketch
+
+MOST = 10_000  # assignments: nine peers that may move in two stages, or eight in three
+_EPSILON = 1e-9
+
+
+def best_moves(sketch: Sketch) -> list[tuple[int, int]]:
+    """`(peer, stage)` moves to the fastest assignment that keeps the rules of `moves`, the fewest
+    of equally fast ones; [] where it is the present one, or there are too many to try."""
+    stages = len(sketch.cost)
+    free = np.flatnonzero(~sketch.moved & ~sketch.resting)
+    if not len(free) or stages ** len(free) > MOST:
+        return []
+    # (assignments, peers): the stage of each that may move. The present ones come as they come.
+    tried = np.stack(np.meshgrid(*[np.arange(stages)] * len(free), indexing="ij"), axis=-1)
+    tried = tried.reshape(-1, len(free))
+    own = sketch.stage[free]
+    goes = tried != own
+    rates = np.stack([sketch.rates_at(stage)[free] for stage in range(stages)])
+    settled = np.tile(sketch.settled, (len(tried), 1))
+    stays = np.tile(sketch.staying, (len(tried), 1))
+    allowed = np.ones(len(tried), dtype=bool)
+    rows = np.arange(len(tried))
+    for column, at in enumerate(free):
+        to, moves = tried[:, column], goes[:, column]
+        settled[:, own[column]] -= np.where(moves, sketch.own[at], 0.0)
+        settled[rows, to] += np.where(moves, rates[to, column], 0.0)
+        stays[:, own[column]] -= moves
+        fits = (sketch.memory[at] >= sketch.need[to]) & (sketch.second[at] != to)
+        allowed &= fits | ~moves
+    allowed &= ((stays >= 1) | (sketch.staying == 0)).all(axis=1)
+    after = np.where(allowed, settled.min(axis=1), -np.inf)
+    best = np.flatnonzero(after >= after.max() * (1 - _EPSILON))
+    chosen = best[np.argmin(goes[best].sum(axis=1))]
+    return [
+        (int(at), int(stage))
+        for at, stage, moves in zip(free, tried[chosen], goes[chosen], strict=True)
+        if moves
+    ]
