@@ -111,10 +111,10 @@ class Slowed(Stoppable):
         return [line["route"] for line in lines if line["point"] == "issue"]
 
 
-def test_six_settle_one_slows_down_and_two_die(forks: Forks, tmp_path: Path) -> None:
+def test_six_settle_two_die_and_one_slows_down(forks: Forks, tmp_path: Path) -> None:
     """The last of three stages costs four times as much. Six that choose for themselves settle
-    there; one of them becomes five times slower, loses its load and recovers; two are killed, and
-    another moves there. The hash is the baseline's."""
+    there; two of them are killed, and another moves there; one becomes five times slower and
+    loses its load. The hash is the baseline's."""
     identity = load_identity(tmp_path / "identity.key")
     path = toml(tmp_path / "run.toml", steps=100_000)
     path.write_text(path.read_text().replace("microbatches = 6", "microbatches = 12"))
@@ -139,21 +139,18 @@ def test_six_settle_one_slows_down_and_two_die(forks: Forks, tmp_path: Path) -> 
         try:
             await swarm.start()
             await swarm.until(lambda: len(there()) >= 3, "three in the dear stage")
-            slow = there()[0]
-            slower = swarm.processes[slow].data_dir / SLOWER
-            slower.write_text("5")
-            await swarm.until_step(1)
-            since = len(swarm.routes())
-            await swarm.until_step(3)
-            assert swarm.share_of(slow, since) < 0.2  # even shares would be a third or a quarter
-            slower.unlink()
             moved = len(swarm.events("moved"))
             for name in there()[:2]:
                 swarm.kill_peer(name)
             await swarm.until(
                 lambda: len(swarm.events("moved")) > moved and len(there()) >= 2, "some to move"
             )
-            await swarm.until_step(2)
+            slow = there()[0]
+            (swarm.processes[slow].data_dir / SLOWER).write_text("5")
+            await swarm.until_step(1)
+            since = len(swarm.routes())
+            await swarm.until_step(3)
+            assert swarm.share_of(slow, since) < 0.35  # an even share is a half
             swarm.enough()
             return await swarm.wait()
         finally:
