@@ -41,11 +41,20 @@ class Lab:
     """Use it as a context manager. Raises LabError where it cannot be built."""
 
     def __init__(
-        self, profile: str, num_hosts: int, *, congestion: str = "cubic", seed: int = 0
+        self,
+        profile: str,
+        num_hosts: int,
+        *,
+        congestion: str = "cubic",
+        keep_window: bool = False,
+        seed: int = 0,
     ) -> None:
         self.profile, self.congestion, self.seed = PROFILES[profile], congestion, seed
         name = f"{PREFIX}{os.getpid()}-"
         self.hosts = [Host(f"{name}{n}", f"{NETWORK}.{n}") for n in range(1, num_hosts + 1)]
+        self._settings = [f"net.ipv4.tcp_congestion_control={congestion}"]
+        if keep_window:  # of a connection that was idle: no new slow start at every step
+            self._settings.append("net.ipv4.tcp_slow_start_after_idle=0")
         self._bridge = f"{name}bridge"
         self._made: list[str] = []
         self._hub: subprocess.Popen[str] | None = None
@@ -119,8 +128,7 @@ class Lab:
         ip("-n", host.namespace, "addr", "add", f"{host.address}/24", "dev", DEVICE)
         ip("-n", host.namespace, "link", "set", DEVICE, "mtu", str(MTU), "up")
         done = subprocess.run(
-            ["ip", "netns", "exec", host.namespace, "sysctl", "-qw",
-             f"net.ipv4.tcp_congestion_control={self.congestion}"],
+            ["ip", "netns", "exec", host.namespace, "sysctl", "-qw", *self._settings],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode != 0:

@@ -99,7 +99,12 @@ async def swarm_rate(
     peers = dict.fromkeys(range(STAGES), REPLICAS)
     pace = None if options.real else (FORWARD_S, BACKWARD_S)
     with (
-        Lab(profile, 1 + STAGES * REPLICAS, congestion=congestion) as lab,
+        Lab(
+            profile,
+            1 + STAGES * REPLICAS,
+            congestion=congestion,
+            keep_window=options.keep_window,
+        ) as lab,
         lab_swarm(lab, config_of(setting, options), peers, pace) as swarm,
     ):
         at: list[float] = []
@@ -123,7 +128,9 @@ async def swarm_rate(
 
 def torch_rate(profile: str, congestion: str, options: argparse.Namespace) -> tuple[float, int]:
     """The same of torch, in bfloat16."""
-    with Lab(profile, STAGES * REPLICAS, congestion=congestion) as lab:
+    with Lab(
+        profile, STAGES * REPLICAS, congestion=congestion, keep_window=options.keep_window
+    ) as lab:
         ranks: list[Helper] = []
         try:
             for rank, host in enumerate(lab.hosts):
@@ -165,6 +172,9 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=0, help="of a stage")
     parser.add_argument("--seconds", type=float, default=20.0, help="to measure each for")
     parser.add_argument("--steps", type=int, default=20, help="at most, of each")
+    parser.add_argument(
+        "--keep-window", action="store_true", help="hosts with tcp_slow_start_after_idle = 0"
+    )
     parser.add_argument("--torch", action="store_true", help="also torch's pipelining and DDP")
     parser.add_argument("--real", action="store_true", help="a real model instead of a paced one")
     options = parser.parse_args()
