@@ -75,9 +75,11 @@ class Averaging:
         self.owing: set[str] = set()  # asked, and not prepared yet
         self._rates: dict[str, tuple[float, float]] = {}  # bytes/s sent and received, by member
         self._suspects: dict[str, int] = {}  # named by others in failed rounds of this step
+        self._nonfinite: set[str] = set()  # whose sums alone were no numbers, in this step
 
     def begin(self) -> None:
         self._suspects.clear()
+        self._nonfinite.clear()
         present = {member.incarnation for member in self.leader.members}
         self._rates = {name: each for name, each in self._rates.items() if name in present}
 
@@ -182,6 +184,7 @@ class Averaging:
             "members": list(group.members),
             "expected": group.ledgers[member],
             "shares": shares,
+            "nonfinite": member in self._nonfinite,
         }
         return (await channel.call("average", body)).body
 
@@ -208,7 +211,11 @@ class Averaging:
         if error.detail.get("diverged") is True:
             leader.admission.diverged(member, step.number - 1, tie=False)
             return
-        if error.kind == "refused":
+        if error.kind == "nonfinite":
+            # Others of its stage compute its share. Left to itself it may say so once a step.
+            self._nonfinite.add(member)
+            leader.hold_off(member)
+        if error.kind in ("refused", "nonfinite"):
             leader.expel(step, member, error.message)
             return
         suspect = error.detail.get("suspect") or member  # nobody named: its own computation failed

@@ -18,6 +18,7 @@ class MicrobatchCall:
 
     `attempt` is the leader's averaging attempt so far; `divisor` the loss items of the whole step;
     `replay` says that some hop has done its part before, so the call must not wait for a slot.
+    With `nonfinite` results that are no numbers are let through (`swarm.finite`).
     """
 
     term: Term
@@ -29,6 +30,7 @@ class MicrobatchCall:
     hop: int
     divisor: float
     replay: bool
+    nonfinite: bool = False
 
     @property
     def is_last(self) -> bool:
@@ -48,6 +50,7 @@ class MicrobatchCall:
             "hop": self.hop,
             "divisor": self.divisor,
             "replay": self.replay,
+            "nonfinite": self.nonfinite,
         }
 
     @classmethod
@@ -64,6 +67,7 @@ class MicrobatchCall:
                 hop=count(body["hop"]),
                 divisor=float(body["divisor"]),
                 replay=body["replay"] is True,
+                nonfinite=body.get("nonfinite") is True,
             )
         except (KeyError, TypeError, ValueError) as error:
             raise WireError(f"not a microbatch call: {error}") from None

@@ -29,6 +29,7 @@ class Work:
     waited_s: float = 0.0  # for a slot and for the device
     holds_slot: bool = False
     evicted: bool = False
+    nonfinite: bool = False  # what its forward gave, let through
     kept_bytes: int = 0
 
 

@@ -51,6 +51,8 @@ class Microbatches:
         self._wires: list[list[WireTensor]] = []
         self._failures: dict[int, int] = {}
         self._raised: dict[int, list[str]] = {}  # microbatch -> where its computation raised
+        self._nonfinite: dict[int, list[str]] = {}  # microbatch -> who made no number of it
+        self._let_through: set[int] = set()  # because nobody of a stage does better
         self._not_before: dict[int, float] = {}
         self._fields = sorted(leader.pipeline.batch_spec)
 
@@ -63,6 +65,8 @@ class Microbatches:
         self.losses.clear()
         self._failures.clear()
         self._raised.clear()
+        self._nonfinite.clear()
+        self._let_through.clear()
         self._not_before.clear()
 
     def encode(self, batch: Mapping[str, np.ndarray]) -> list[WireTensor]:
@@ -137,7 +141,7 @@ class Microbatches:
         leaving = [member for member in leader.members if member.leaving]
         unwanted = {each.incarnation for each in leaving if each.leave_by <= ends_at}
         unwanted |= self.leader.watch.suspects
-        unwanted.update(self._raised.get(index, ()))
+        unwanted.update(self._raised.get(index, ()), self._nonfinite.get(index, ()))
         return [
             name
             for name in sorted(unwanted & step.active.keys())
@@ -195,6 +199,7 @@ class Microbatches:
             0,
             float(sum(self.weights)),
             issue.replay,
+            issue.index in self._let_through,
         )
         channel = await leader.links.channel(issue.route[0])
         tensors = self._wires[issue.index]
@@ -250,6 +255,8 @@ class Microbatches:
         leader.probe("failed", step=step.number, index=issue.index, suspect=suspect, why=why)
         if kind == "failed":
             self._note_raised(step, issue, hop, why)
+        elif kind == "nonfinite":
+            self._note_nonfinite(step, issue, hop)
         if suspect in step.active:
             what: FailureKind = "timeout" if kind == "timeout" else "error"
             leader.router.failed(suspect, what, loop.time())
@@ -282,6 +289,15 @@ class Microbatches:
         if raised.count(suspect) >= MAX_RAISED and set(there) - set(raised):
             leader.hold_off(suspect)
             leader.expel(step, suspect, f"fails again and again: {why}")
+
+    def _note_nonfinite(self, step: Step, issue: Issue, hop: int) -> None:
+        """A replica made of numbers what is none. If everybody of its stage does, and one that is
+        alone does so twice, it is the data's or the model's doing, and the step's outcome."""
+        suspect, there = issue.route[hop], step.replicas(hop)
+        tried = self._nonfinite.setdefault(issue.index, [])
+        tried.append(suspect)
+        if set(there) <= set(tried) and (len(there) > 1 or tried.count(suspect) > 1):
+            self._let_through.add(issue.index)
 
     def _part(self, step: Step, index: int, hop: int, upstream: str, suspect: str) -> None:
         """Two that are apart, and those of them that have counted `index` stay on its route.

@@ -25,6 +25,7 @@ from swarm.averaging.plan import MAX_SHARE
 from swarm.averaging.policy import Update, UpdatePolicy
 from swarm.compute import Kind
 from swarm.errors import RefusedError, StageFailedError, SwarmError, WireError
+from swarm.finite import finite
 from swarm.ledger import Do
 from swarm.model.layout import sha256_of
 from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
@@ -213,6 +214,7 @@ class Orders:
         if not isinstance(expected, list):
             raise WireError("an averaging order without a ledger")
         shares = read_shares(body.get("shares"), len(members))
+        as_it_is = body.get("nonfinite") is True
         ledger = self.server.ledger
         if ballot.step == ledger.step + 1:
             await self.server.commit_of(ledger.step)
@@ -225,7 +227,8 @@ class Orders:
             if self._round is None or self._round_ballot != ballot:
                 self._stop_round()
                 self._round_ballot = ballot
-                self._round = self.server.tasks.spawn(self._prepare(ballot, members, shares))
+                work = self._prepare(ballot, members, shares, as_it_is)
+                self._round = self.server.tasks.spawn(work)
             try:
                 await asyncio.shield(self._round)
             except asyncio.CancelledError:
@@ -247,7 +250,11 @@ class Orders:
         )
 
     async def _prepare(
-        self, ballot: Ballot, members: Sequence[str], shares: Sequence[int] | None
+        self,
+        ballot: Ballot,
+        members: Sequence[str],
+        shares: Sequence[int] | None,
+        as_it_is: bool,
     ) -> Prepared:
         server, term = self.server, ballot.term
         server.probe("average", step=ballot.step)
@@ -266,6 +273,12 @@ class Orders:
             )
         except RoundFailedError as error:
             raise CallFailedError("failed", error.message, suspect=error.peer) from None
+        if not (update.facts.finite or as_it_is or server.nonfinite):
+            # All that came here were numbers: what is added up here must be, too.
+            mine = [server.state.accumulator]
+            if not (await server.compute.run(Kind.UPDATE, lambda: finite(mine))).value:
+                what = "what it has added up is no number"
+                raise CallFailedError("nonfinite", what)
         self.prepared = Prepared(ballot, update, mark)
         server.probe("prepared", step=ballot.step)
         return self.prepared

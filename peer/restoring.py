@@ -19,9 +19,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
+from peer import snapshots
 from peer.calls import count
 from peer.members import Standing
-from peer.snapshots import CHUNK, Description, Snapshot, chunks, digest
+from peer.snapshots import Description, Snapshot, chunks, digest
 from swarm.errors import DataError, RefusedError, SwarmError
 from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
 from swarm.terms import Record
@@ -206,7 +207,7 @@ class Restoring:
             raise DataError(f"the checkpoint's state of stage {stage} is not what it was")
         sizes = {name: tensor.numel() for name, tensor in snapshot.tensors.items()}
         digests = []
-        for name, start, length in chunks(sizes, CHUNK):
+        for name, start, length in chunks(sizes, snapshots.CHUNK):
             digests.append(digest(snapshot.tensors[name][start : start + length]))
             await asyncio.sleep(0)
         return snapshot, b"".join(digests)
@@ -227,7 +228,7 @@ class Restoring:
             snapshot.fingerprint,
             record.pack(),
             tuple((name, tensor.numel()) for name, tensor in snapshot.tensors.items()),
-            CHUNK,
+            snapshots.CHUNK,
             digests,
         )
         return Message(described.body())
@@ -239,7 +240,7 @@ class Restoring:
         if tensor is None or count(message.body.get("step")) != record.step + 1:
             raise RefusedError("no such tensor")
         start = count(message.body.get("start"))
-        return Message({}, [encode(tensor[start : start + CHUNK], "raw")])
+        return Message({}, [encode(tensor[start : start + snapshots.CHUNK], "raw")])
 
     async def _gradient(self, channel: Channel, message: Message) -> Message:
         """None of those are here; whoever follows learns how far the run is."""

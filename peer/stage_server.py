@@ -22,6 +22,7 @@ from peer.slots import Slots
 from swarm.compute import Compute, Kind, Timed, WatchedCompute
 from swarm.device import Arrivals, Uploader, settle
 from swarm.errors import RefusedError, StageFailedError, TransportError, WireError
+from swarm.finite import NotFiniteError, finite
 from swarm.ledger import Do, Ledger
 from swarm.model.stage import gradient_specs
 from swarm.net.channel import CallFailedError, Channel, Message, Method
@@ -87,6 +88,7 @@ class StageServer:
         self.uploader = Uploader(state.device)
         self.tasks = TaskSet()
         self.advanced = asyncio.Event()  # replaced at every commit
+        self.nonfinite = False  # something counted in this step was no number when it came
         self.sent_bytes = 0  # activations to the next stage, on the wire
         self.raw_bytes = 0  # the same before the codec
         self.returned_bytes = 0  # gradients to the previous stage, on the wire
@@ -139,7 +141,7 @@ class StageServer:
         except (RefusedError, WireError) as error:
             raise CallFailedError("refused", error.message, hop=call.hop) from None
         except StageFailedError as error:
-            raise CallFailedError("failed", error.message, hop=call.hop) from error
+            raise self._failure(error, call) from error
         except Exception as error:
             log.exception("microbatch %d of step %d", call.index, call.step)
             what = f"{type(error).__name__}: {error}"
@@ -201,14 +203,16 @@ class StageServer:
             raise asyncio.CancelledError
         self.probe("forward", step=call.step, index=call.index)
         try:
-            timed = await self.compute.run(Kind.FORWARD, lambda: self._run_forward(call, arrivals))
+            timed = await self.compute.run(
+                Kind.FORWARD, lambda: self._run_forward(work, call, arrivals)
+            )
         except BaseException as error:
             self._release(work)
             if self.kept.works.get(call.index) is work:
                 self.ledger.on_forward_failed(call.index)
             if isinstance(error, asyncio.CancelledError):
                 raise
-            raise CallFailedError("failed", str(error), hop=call.hop) from error
+            raise self._failure(error, call) from error
         work.graph, y = timed.value
         if call.is_last:
             work.loss = float(work.graph.outputs[0].detach())
@@ -218,12 +222,22 @@ class StageServer:
         self.ledger.on_forward_done(call.index)
         return y
 
+    @staticmethod
+    def _failure(error: BaseException, call: MicrobatchCall) -> CallFailedError:
+        kind = "nonfinite" if isinstance(error, NotFiniteError) else "failed"
+        return CallFailedError(kind, str(error), hop=call.hop)
+
     def _run_forward(
-        self, call: MicrobatchCall, arrivals: Arrivals
+        self, work: Work, call: MicrobatchCall, arrivals: Arrivals
     ) -> tuple[Graph, list[WireTensor]]:
-        batch, inputs = self._named(arrivals.tensors())
+        arrived = arrivals.tensors()
+        batch, inputs = self._named(arrived)
         divisor = call.divisor if call.is_last else None
         graph = self.state.forward(call.step, call.index, inputs, batch, divisor)
+        if not work.nonfinite and not finite(graph.outputs):
+            if not call.nonfinite and finite(arrived):
+                raise NotFiniteError("its forward gives what is no number")
+            work.nonfinite = True
         if call.is_last:
             return graph, []
         return graph, self.codecs.encode(
@@ -280,7 +294,8 @@ class StageServer:
         arrivals = self.uploader.begin(gradients)
         try:
             timed = await self.compute.run(
-                Kind.BACKWARD, lambda: self._run_backward(call, graph, arrivals, count_it=True)
+                Kind.BACKWARD,
+                lambda: self._run_backward(work, call, graph, arrivals, count_it=True),
             )
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
@@ -290,7 +305,7 @@ class StageServer:
                 self.kept.give_up(work)
             if self.state.spoiled:
                 self.ledger.spoil()
-            raise CallFailedError("failed", str(error), hop=call.hop) from error
+            raise self._failure(error, call) from error
         finally:
             work.graph = None
             self._release(work)
@@ -303,9 +318,18 @@ class StageServer:
         return timed.value
 
     def _run_backward(
-        self, call: MicrobatchCall, graph: Graph, arrivals: Arrivals, *, count_it: bool
+        self, work: Work, call: MicrobatchCall, graph: Graph, arrivals: Arrivals, *, count_it: bool
     ) -> list[WireTensor]:
-        answers = self.state.backward(graph, arrivals.tensors() or None, count=count_it)
+        gradients = arrivals.tensors()
+        came_finite = not work.nonfinite and finite(gradients)
+
+        def check(answers: tuple[Tensor, ...]) -> None:
+            if count_it and not (came_finite and finite(answers)):
+                if came_finite and not call.nonfinite:
+                    raise NotFiniteError("its backward gives what is no number")
+                self.nonfinite = True
+
+        answers = self.state.backward(graph, gradients or None, count=count_it, check=check)
         dx = self.codecs.encode(answers, self.stage - 1, BACKWARD, (call.step, call.index))
         settle(self.state.device)
         return dx
@@ -315,12 +339,14 @@ class StageServer:
     ) -> Message:
         """A counted microbatch whose answers were evicted: the same again, adding nothing."""
         arrivals = self.uploader.begin(tensors)
-        forward = await self.compute.run(Kind.FORWARD, lambda: self._run_forward(call, arrivals))
+        forward = await self.compute.run(
+            Kind.FORWARD, lambda: self._run_forward(work, call, arrivals)
+        )
         graph, y = forward.value
         below, gradients = await self._go_on(call, tensors, y)
         returned = self.uploader.begin(gradients)
         backward: Timed[list[WireTensor]] = await self.compute.run(
-            Kind.BACKWARD, lambda: self._run_backward(call, graph, returned, count_it=False)
+            Kind.BACKWARD, lambda: self._run_backward(work, call, graph, returned, count_it=False)
         )
         return self._answer(work, below, backward.value)
 
@@ -395,6 +421,7 @@ class StageServer:
     def drop_works(self) -> None:
         """Forget the step's answers and stop what is under way."""
         self.kept.clear(self._release)
+        self.nonfinite = False
 
     def advance(self, step: int) -> None:
         """The state is that of `step` now, with an empty ledger."""

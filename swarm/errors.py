@@ -18,6 +18,7 @@ SwarmError
 │   └── StreamClosedError  ended, cut, or silent for too long
 ├── RefusedError         a peer answered "no", with the reason (stale term, fenced, wrong step)
 └── StageFailedError     a stage's computation raised
+    └── NotFiniteError     it made NaN or infinity of numbers (swarm.finite)
 """
 
 from __future__ import annotations

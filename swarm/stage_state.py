@@ -9,7 +9,7 @@ and belong on the compute thread.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -78,9 +78,15 @@ class StageState:
         return Graph(leaves, outputs)
 
     def backward(
-        self, graph: Graph, gradients: Sequence[Tensor] | None, *, count: bool
+        self,
+        graph: Graph,
+        gradients: Sequence[Tensor] | None,
+        *,
+        count: bool,
+        check: Callable[[tuple[Tensor, ...]], None] = lambda answers: None,
     ) -> tuple[Tensor, ...]:
-        """Gradients of the graph's inputs. With `count`, parameter gradients are accumulated.
+        """Gradients of the graph's inputs. With `count`, parameter gradients are accumulated,
+        unless `check` raises, which is shown those of the inputs first.
 
         Either everything is added to the accumulator or, when this raises, nothing; but if adding
         itself raises, part of it may be in there, and `spoiled` is true until `clear`.
@@ -88,6 +94,7 @@ class StageState:
         was_spoiled = self.spoiled
         try:
             answers = backward(graph.inputs, graph.outputs, gradients)
+            check(answers)
             if count:
                 self._dirty = self.spoiled = True
                 self.layout.grad_into(self.stage, self.accumulator)

@@ -6,8 +6,9 @@ either `hello` (first, both ways), `call`, `reply`, `error` or `ping`; what call
 here. Orders overtake bulk data that is still waiting to be sent.
 
 Bytes from the other side are hostile (DESIGN, I8): a method must be known and its tensors accepted
-by the method's `check` before anything is allocated, calls in progress are bounded, and any breach
-ends the channel.
+by the method's `check` before anything is allocated, calls in progress are bounded (one is until
+its answer has been sent, or who asks and never reads would fill our memory with answers), and any
+breach ends the channel.
 """
 
 from __future__ import annotations
@@ -118,8 +119,8 @@ class Channel:
         self._heartbeat_s, self._silence_s = heartbeat_s, silence_s
         self._pending: dict[int, _Pending] = {}
         self._next_id = 0
-        self._urgent: deque[list[Buffer]] = deque()
-        self._bulk: deque[tuple[list[Buffer], int]] = deque()
+        self._urgent: deque[tuple[list[Buffer], bool]] = deque()  # and whether it is an answer
+        self._bulk: deque[tuple[list[Buffer], bool, int]] = deque()  # and its bytes
         self._bulk_bytes = 0
         self._to_send = asyncio.Event()
         self._room = asyncio.Event()
@@ -226,16 +227,18 @@ class Channel:
             if pending.future.done() and not pending.future.cancelled():
                 pending.future.exception()  # seen, also when the caller was cancelled
 
-    async def _enqueue(self, header: Header, tensors: Sequence[WireTensor]) -> None:
+    async def _enqueue(
+        self, header: Header, tensors: Sequence[WireTensor], *, answers: bool = False
+    ) -> None:
         parts = encode_frame(header, tensors)
         if not tensors:
-            self._urgent.append(parts)
+            self._urgent.append((parts, answers))
         else:
             while self._bulk_bytes > BULK_QUEUE_BYTES and not self.ended:
                 self._room.clear()
                 await self._room.wait()
             num_bytes = sum(tensor.meta.nbytes for tensor in tensors)
-            self._bulk.append((parts, num_bytes))
+            self._bulk.append((parts, answers, num_bytes))
             self._bulk_bytes += num_bytes
         if self.ended:
             raise self.ended
@@ -246,10 +249,13 @@ class Channel:
             while True:
                 while self._urgent or self._bulk:
                     if self._urgent:
-                        await self._stream.send(self._urgent.popleft())
+                        parts, answers = self._urgent.popleft()
+                        await self._stream.send(parts)
+                        self._calls_in_progress -= answers
                         continue
-                    parts, num_bytes = self._bulk.popleft()
+                    parts, answers, num_bytes = self._bulk.popleft()
                     await self._stream.send(parts)
+                    self._calls_in_progress -= answers
                     self._bulk_bytes -= num_bytes
                     self._room.set()
                 self._to_send.clear()
@@ -282,7 +288,7 @@ class Channel:
                 self.end(f"silent for {self.silent_s():.0f} s")
                 return
             if not self._urgent and not self._bulk:
-                self._urgent.append(encode_frame({"kind": "ping"}))
+                self._urgent.append((encode_frame({"kind": "ping"}), False))
                 self._to_send.set()
 
     def _check(self, header: Header, metas: Sequence[TensorMeta]) -> None:
@@ -356,10 +362,8 @@ class Channel:
             # A defect here must not leave the caller waiting for ever.
             log.exception("%s of %s", header["method"], self.peer)
             reply = self._error(header["id"], "failed", f"{type(error).__name__}: {error}", {})
-        finally:
-            self._calls_in_progress -= 1
         try:
-            await self._enqueue(reply, tensors)
+            await self._enqueue(reply, tensors, answers=True)
         except StreamClosedError:
             return  # nobody is left to answer
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ PROTOCOL = protocol_name("channel")
 VERSION_PROTOCOL = "/swarm-parallel/version"  # never changes, so that unlike versions can say so
 GREET_TIMEOUT_S = 10.0
 VERSION_TIMEOUT_S = 3.0
+MAX_STREAMS_PER_PEER = 64  # that it has opened; a process serves a few stages at most
 log = logging.getLogger(__name__)
 
 
@@ -73,6 +75,7 @@ class Links:
         self._channels: dict[str, Channel] = {}
         self._dials: dict[str, asyncio.Task[Channel]] = {}
         self._addresses: dict[str, tuple[str, ...]] = {}
+        self._accepted: Counter[str] = Counter()  # open streams by the peer that opened them
         self._tasks = TaskSet()
 
     @property
@@ -176,6 +179,18 @@ class Links:
         )
 
     async def _accept(self, stream: Stream) -> None:
+        if self._accepted[stream.peer] >= MAX_STREAMS_PER_PEER:
+            log.debug("refused a stream of %s: it has too many", stream.peer)
+            stream.abort()
+            return
+        self._accepted[stream.peer] += 1
+        try:
+            await self._welcome(stream)
+        finally:
+            self._accepted[stream.peer] -= 1
+            self._accepted += Counter()  # without those at 0
+
+    async def _welcome(self, stream: Stream) -> None:
         try:
             async with asyncio.timeout(GREET_TIMEOUT_S):
                 hello = await read_hello(stream)

@@ -64,6 +64,7 @@ class Chronicle:
         effects["early takeover"] = self._early
         effects["takeover"] = max(len(self.terms) - 1, 0)
         effects["answer recomputed"] = self.swarm.evicted
+        effects["chunks not fetched again"] = self.swarm.resumed
         return +effects
 
     # ---- records --------------------------------------------------------------------------------

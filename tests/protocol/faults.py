@@ -9,11 +9,16 @@ that state. So a fault may never fire; `Swarm.fired` holds those that did.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
+from peer.stage_server import StageServer
 from swarm.compute import Kind
+from swarm.stage_state import StageState
 
 if TYPE_CHECKING:
     from tests.protocol.simulated import Swarm
@@ -51,9 +56,11 @@ def can_strike(swarm: Swarm, fault: Fault, who: str) -> bool:
     if fault.action == "disk_full":
         return who in swarm.trainers
     if who in swarm.trainers:
-        return fault.action not in ("raise", "leave", "cut_leader")
+        return fault.action not in ("raise", "nan", "leave", "cut_leader")
     if who not in swarm.members:
         return False
+    if fault.action == "nan":
+        return swarm.members[who].server is not None
     if fault.action in ("kill", "leave") or (fault.action == "raise" and _kind(fault) is UPDATE):
         survives = swarm.checkpoints is not None and fault.action != "leave"
         return who not in swarm.leaving and (survives or swarm.chronicle.can_lose(who))
@@ -92,6 +99,47 @@ def _leave(swarm: Swarm, fault: Fault, who: str) -> None:
 def _raise(swarm: Swarm, fault: Fault, who: str) -> None:
     """Its next kernel of the kind that belongs to the point raises."""
     swarm.computes[who].failing[_kind(fault)] += 1
+
+
+def _nan(swarm: Swarm, fault: Fault, who: str) -> None:
+    """A kernel of its gives what is no number, once: which one follows from the point."""
+    member = swarm.members[who]
+    assert member.server is not None
+    if fault.point == "backward":
+        spoil_gradients(member.server)
+    elif fault.point == "counted":
+        spoil_sum(member.server.state)
+    else:
+        spoil_forward(member.server.state)
+
+
+def spoil_forward(state: StageState) -> None:
+    """Its next forward gives NaN."""
+
+    def spoil(module: object, arguments: object, outputs: tuple[Tensor, ...]) -> Any:
+        handle.remove()
+        return tuple(output * math.nan for output in outputs)
+
+    handle = state.stage.register_forward_hook(spoil)
+
+
+def spoil_gradients(server: StageServer) -> None:
+    """The backward of whatever has its forward behind it gives NaN, inside and to the stage
+    before."""
+    for work in server.kept.works.values():
+        if work.graph is not None:
+            work.graph.outputs[0].register_hook(lambda gradient: gradient * math.nan)
+            return
+
+
+def spoil_sum(state: StageState) -> None:
+    """The next backward gives NaN for one parameter, and numbers to the stage before."""
+
+    def spoil(gradient: Tensor) -> Tensor:
+        handle.remove()
+        return gradient * math.nan
+
+    handle = next(state.stage.parameters()).register_hook(spoil)
 
 
 UPDATE = Kind.UPDATE
@@ -195,6 +243,7 @@ ACTIONS: dict[str, Callable[[Swarm, Fault, str], None]] = {
     "start": _start,
     "leave": _leave,
     "raise": _raise,
+    "nan": _nan,
     "cut": _cut,
     "cut_leader": _cut_leader,
     "partition": _partition,

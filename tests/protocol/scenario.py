@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from peer.snapshots import CHUNK
 from tests.protocol.faults import ACTIONS, LEADER, Fault
 from tests.protocol.simulated import Swarm
 from tests.protocol.tiny import Place, TinyBatches, baseline, plan
@@ -51,6 +52,7 @@ class Scenario:
     leases: tuple[float, ...] = ()
     poisoned: tuple[Place, ...] = ()
     checkpoints: int = 0  # one every so many steps; 0: none
+    chunk: int = CHUNK  # elements of a state that a donor gives at once
     faults: tuple[Fault, ...] = ()
 
     @property
@@ -79,6 +81,7 @@ class Scenario:
             batches=TinyBatches(poisoned=self.poisoned),
             trainer_ids=self.trainer_ids,
             leases=dict(zip(self.trainer_ids, self.leases, strict=False)),
+            chunk=self.chunk,
         )
 
     def run(self, swarm: Swarm | None = None) -> Swarm:
@@ -131,7 +134,7 @@ def _tuples(value: Any) -> Any:
 # ---- drawing -------------------------------------------------------------------------------------
 
 # How often each comes, of 30.
-OF_REPLICAS = "kill 6 freeze 2 start 2 leave 3 raise 3 cut 2 cut_leader 1 deaf 1 reset 1"
+OF_REPLICAS = "kill 6 freeze 2 start 2 leave 3 raise 2 nan 1 cut 2 cut_leader 1 deaf 1 reset 1"
 OF_REPLICAS += " lose 3 late 2 sever 2 corrupt 2"
 OF_TRAINERS = "kill 6 freeze 4 disk_full 3 deaf 4 partition 5 lose 3 late 1 sever 3 corrupt 1"
 OF_ONE_TRAINER = "kill 10 freeze 6 disk_full 3 lose 3 late 2 sever 3 corrupt 3"
@@ -160,6 +163,8 @@ def draw(seed: int, number: int = 0) -> Scenario:
         latency_s=r.choice((0.0005, 0.002, 0.02)),
         seconds=r.choice(((0.01, 0.02), (0.01, 0.02), (0.05, 0.1), (0.2, 0.4))),
         leases=tuple(r.choice((0.5, 1.0, 5.0)) for _ in TRAINERS) if several else (),
+        # A stage has some 200 elements: with latency, a download of many steps.
+        chunk=random.Random(f"{seed}/{number}/chunk").choice((CHUNK, CHUNK, 32, 8)),
     )
     names = scenario.names
     slow = tuple((name, r.choice((3.0, 10.0))) for name in names if r.random() < 0.25)
@@ -167,7 +172,10 @@ def draw(seed: int, number: int = 0) -> Scenario:
     faults: list[Fault] = []
     for _ in range(r.randint(1, 5)):
         of_trainers = r.random() < (0.5 if several else 0.2)
-        faults.append(_fault(r, scenario, names, len(faults), of_trainers=of_trainers))
+        fault = _fault(r, scenario, names, len(faults), of_trainers=of_trainers)
+        # Twice, it may be all of a stage at one microbatch; then it is the step's outcome.
+        if fault.action != "nan" or all(each.action != "nan" for each in faults):
+            faults.append(fault)
     return dataclasses.replace(scenario, slow=slow, poisoned=poisoned, faults=tuple(faults))
 
 
@@ -200,6 +208,8 @@ def _fault(
         if r.random() < 0.5:  # the leader and a replica of every stage here, the others there
             some = [name for name in names if name.endswith(".0") and r.random() < 0.9]
             more["side"] = (LEADER, *some)
+    if action == "nan":
+        points = ("forward", "backward", "counted")
     if action == "raise":
         points = ("forward", "backward", "forward", "backward", "average", "commit")
     elif action in ("lose", "corrupt", "sever") and r.random() < 0.7:

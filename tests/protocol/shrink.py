@@ -28,6 +28,7 @@ MADE_PLAIN = (
     "latency_s",
     "leases",
     "checkpoints",
+    "chunk",
 )
 
 

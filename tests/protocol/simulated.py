@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from peer import snapshots
 from peer.disk import MemoryDisk
 from peer.leader import Leader, Plan, StepResult
 from peer.member import Member
@@ -135,6 +136,7 @@ class Swarm:
     moves: MovePolicy | None = None
     disk_s: float = 0.0  # about so long a vote takes to be written
     checkpoint_every: int = 0  # steps; 0: none, and nobody goes back
+    chunk: int | None = None  # elements of a state that donors give at once; None: as usual
 
     def __post_init__(self) -> None:
         self.context = contextvars.copy_context()  # of no process
@@ -165,7 +167,7 @@ class Swarm:
         self.leader: Leader | None = None  # the last that has begun to lead
         self.fired: list[Fault] = []
         self.over = False
-        self.evicted = 0
+        self.evicted = self.resumed = 0
         self.at_end: Callable[[], None] | None = None  # while all are still there
         self.committed: list[int] = []  # steps whose ledgers `check_record` has seen
 
@@ -497,6 +499,7 @@ class Swarm:
             assert server.kept.kept_bytes == 0, f"{name} keeps {server.kept.kept_bytes} bytes"
             assert server.slots.held == 0, f"{name} holds {server.slots.held} slots"
             self.evicted += server.kept.evictions
+            self.resumed += member.catching_up.resumed if member.catching_up else 0
             assert not server.tasks, f"{name} runs {len(server.tasks)} tasks"
             assert not server.ledger.entries, f"{name} has entries of step {server.ledger.step}"
 
@@ -519,7 +522,12 @@ class Swarm:
         return {"sha256": model_sha256(merged, self.pipeline.key_order)}
 
     def run(self, num_steps: int = 3, limit_s: float = 2000.0) -> dict[str, str]:
-        return run(self.main(num_steps), limit_s=limit_s)
+        usual = snapshots.CHUNK
+        snapshots.CHUNK = self.chunk or usual
+        try:
+            return run(self.main(num_steps), limit_s=limit_s)
+        finally:
+            snapshots.CHUNK = usual
 
     def evictions(self) -> int:
         """Answers evicted so far, by those that have lived to the end."""

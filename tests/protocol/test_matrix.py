@@ -4,20 +4,26 @@ again.
 Each case checks that its victim was where the case says when it was struck, that the run ends with
 the baseline's bits, and that in the other stages every microbatch was computed exactly once: what
 the survivors keep (DESIGN, I1) makes a replay cost the lost stage alone.
+
+A full disk has moments of its own, those in which a trainer writes its vote: a replica writes
+nothing once it has its identity (the link it may not be able to remember is a convenience).
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from peer.member import Member
 from swarm.compute import Kind
+from swarm.consensus import Vote
 from swarm.ledger import Phase
 from swarm.net.channel import Method
+from tests.protocol.faults import spoil_forward, spoil_gradients, spoil_sum
 from tests.protocol.simulated import LEADER, Fault, Swarm, baseline, plan
 
 MICROBATCHES, STEPS, STRUCK_STEP = 8, 4, 1
@@ -127,6 +133,15 @@ class Struck(Swarm):
                 if other != who:
                     self.network.cut(who, other)
                     loop.call_later(AWAY_S, self.network.heal, who, other)
+        elif self.fault == "nan":
+            server = self.members[who].server
+            assert server is not None
+            if where == "waiting downstream":
+                spoil_gradients(server)
+            elif where == "in backward":
+                spoil_sum(server.state)
+            else:
+                spoil_forward(server.state)
         elif self.fault == "raise":
             kind = {"queued": Kind.FORWARD, "waiting downstream": Kind.BACKWARD}.get(where)
             self.computes[who].failing[kind or Kind.UPDATE] += 1
@@ -145,8 +160,11 @@ MOMENTS = [
     "snapshot",
     "joining",
 ]
-FAULTS = ["kill", "leave", "freeze", "cut", "reset", "raise"]
-RAISES = ("queued", "waiting downstream", "averaging", "committing")  # before a kernel of its own
+FAULTS = ["kill", "leave", "freeze", "cut", "reset", "raise", "nan"]
+ONLY = {
+    "raise": ("queued", "waiting downstream", "averaging", "committing"),  # before its own kernel
+    "nan": ("queued", "in forward", "waiting downstream", "in backward"),
+}
 
 
 def cases() -> list[Any]:
@@ -154,7 +172,7 @@ def cases() -> list[Any]:
         pytest.param(moment, fault, id=f"{fault}-{moment.replace(' ', '-')}")
         for moment in MOMENTS
         for fault in FAULTS
-        if fault != "raise" or moment in RAISES
+        if moment in ONLY.get(fault, MOMENTS)
     ]
 
 
@@ -191,3 +209,64 @@ def test_a_replica_and_the_leader_die_at_the_same_moment(moment: str) -> None:
     assert swarm.struck[1] == moment
     assert swarm.lives[LEADER] == 2
     assert swarm.committed == sorted(set(swarm.committed))
+
+
+# ---- a full disk ---------------------------------------------------------------------------------
+
+TRAINERS = ("t0", "t1", "t2")
+WRITES: dict[str, Callable[[Vote, Vote], bool]] = {
+    "promising": lambda old, new: new.promised > old.promised and new.promised.counter == 2,
+    "voiding": lambda old, new: (
+        new.accepted not in (None, old.accepted) and new.accepted.record is None
+    ),
+    "accepting": lambda old, new: (
+        new.accepted not in (None, old.accepted)
+        and new.accepted.record is not None
+        and new.accepted.record.step == STRUCK_STEP
+    ),
+    "learning": lambda old, new: (
+        new.committed not in (None, old.committed) and new.committed.step == STRUCK_STEP
+    ),
+}
+
+
+def disk_cases() -> list[Any]:
+    return [
+        pytest.param(moment, trainers, who, id=f"{moment}-{role}")
+        for moment in WRITES
+        for role, trainers, who in (
+            ("alone", (LEADER,), LEADER),
+            ("leader-of-three", TRAINERS, "t0"),
+            ("standby", TRAINERS, "t1"),
+        )
+        if role != "alone" or moment != "voiding"  # nobody else could have left anything
+    ]
+
+
+@pytest.mark.parametrize(("moment", "trainers", "who"), disk_cases())
+def test_a_vote_that_cannot_be_written_costs_nothing_counted(
+    moment: str, trainers: tuple[str, ...], who: str
+) -> None:
+    """Whatever the vote was for: the trainer's process ends or says no, is started again, and the
+    run goes on inside the step. `promising` is in a second term, so the leader dies first."""
+    swarm = Swarm(plan=plan(MICROBATCHES, STEPS), trainer_ids=trainers, disk_s=0.002)
+    if moment == "promising":
+        swarm.faults = [Fault("average", "kill", step=STRUCK_STEP, victim=LEADER, duration_s=0.5)]
+    struck: list[str] = []
+    disk = swarm.disks[who]
+    save = disk.save
+
+    async def refuse(vote: Vote) -> None:
+        if not struck and WRITES[moment](disk.vote, vote):
+            struck.append(moment)
+            disk.full = True
+            swarm.later(AWAY_S / 4, setattr, disk, "full", False)
+        await save(vote)
+
+    disk.save = refuse  # type: ignore[method-assign]
+    assert swarm.run(STEPS)["sha256"] == baseline(STEPS, MICROBATCHES)[0]
+    assert struck == [moment], "nothing was injected"
+    once = MICROBATCHES * STEPS
+    late = MICROBATCHES if moment == "promising" else 0  # who comes late is taken in empty
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        assert all(once <= count <= once + late for count in kernels(swarm, kind).values())

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from peer import snapshots
 from tests.protocol import scenarios
 from tests.protocol.faults import ACTIONS, Fault
 from tests.protocol.scenario import NothingHappenedError, Scenario, draw, run_seed
@@ -55,6 +56,7 @@ def test_every_kind_of_fault_is_drawn_everywhere() -> None:
         actions = {fault.action for scenario in there for fault in scenario.faults}
         assert actions == {*ACTIONS} - ({"partition"} if trainers == 1 else set())
         assert any(scenario.poisoned for scenario in there)
+        assert {scenario.chunk for scenario in there} == {8, 32, snapshots.CHUNK}
 
 
 def test_a_seed_replays_and_so_does_what_is_printed() -> None:
