@@ -73,6 +73,8 @@ def summary(
         "lost": books.lost,
         "duplicated": books.duplicated,
         "unwitnessed": len(books.unwitnessed),
+        "epochs": books.epochs,
+        "steps_again": books.again,
         "sha256": result.report.get("sha256"),
         "baseline_sha256": baseline_sha256,
         "equal": result.report.get("sha256") == baseline_sha256,
@@ -109,6 +111,10 @@ def table(facts: Mapping[str, Any]) -> str:
         ("  lost", facts["lost"]),
         ("  duplicated", facts["duplicated"]),
         ("  without a witness", facts["unwitnessed"]),
+        (
+            "back to a checkpoint",
+            f"{facts['epochs']} times, {facts['steps_again']} steps trained again",
+        ),
         ("sha256", f"{str(facts['sha256'])[:16]}…"),
         (
             "baseline",

@@ -33,7 +33,17 @@ WITNESSED_LEADER = "peer.witness:leader"
 WITNESSED_PEER = "peer.witness:peer"
 FILE = "witness.jsonl"
 POINTS = frozenset(
-    {"issue", "acknowledged", "failed", "expelled", "round_failed", "admitted", "left", "diverged"}
+    {
+        "issue",
+        "acknowledged",
+        "failed",
+        "expelled",
+        "round_failed",
+        "admitted",
+        "left",
+        "diverged",
+        "epoch",
+    }
 )
 
 
@@ -160,13 +170,16 @@ def lines_of(path: Path) -> Iterator[dict[str, Any]]:
 
 @dataclass(slots=True)
 class Audit:
-    """`unwitnessed` names (step, stage, replica) of whom no word was found."""
+    """`unwitnessed` names (step, stage, replica) of whom no word was found. `epochs`: how often the
+    run went back to a checkpoint, and `again` how many of its steps were committed once more."""
 
     steps: int = 0
     microbatches: int = 0
     lost: int = 0
     duplicated: int = 0
     unwitnessed: list[tuple[int, int, str]] = field(default_factory=list)
+    epochs: int = 0
+    again: int = 0
 
     @property
     def clean(self) -> bool:
@@ -181,18 +194,28 @@ def audit(
     num_microbatches: int,
     extra_records: Iterable[Mapping[str, Any]] = (),
 ) -> Audit:
-    """Hold the records of steps 0 to `num_steps` - 1 against what their members had counted."""
+    """Hold the records of steps 0 to `num_steps` - 1 against what their members had counted.
+
+    Of a run that went back to a checkpoint a step has several records; that of the newest epoch is
+    what became of it.
+    """
     told = list(lines_of(run_dir / "peers" / "leader" / FILE))
-    records = {
-        int(line["ballot"][1]): line
-        for line in [*extra_records, *(each for each in told if each["point"] == "record")]
-    }
+    records: dict[int, Mapping[str, Any]] = {}
+    committed: set[tuple[int, int]] = set()  # epoch and step
+    for line in [*extra_records, *(each for each in told if each["point"] == "record")]:
+        step, epoch = int(line["ballot"][1]), int(line["ballot"][0][0])
+        if not line["members"]:
+            continue  # it opens an epoch, and trains nothing
+        committed.add((epoch, step))
+        if step not in records or epoch >= int(records[step]["ballot"][0][0]):
+            records[step] = line
     counted: dict[str, list[int]] = {}
     for path in sorted((run_dir / "peers").glob(f"*/{FILE}")):
         for line in lines_of(path):
             if line["point"] == "prepare":
                 counted[_key(line["ballot"], line["replica"])] = line["counted"]
-    found = Audit(steps=num_steps)
+    opened = {int(line["epoch"]) for line in told if line["point"] == "epoch"}
+    found = Audit(steps=num_steps, epochs=len(opened), again=len(committed) - len(records))
     for step in range(num_steps):
         record = records.get(step)
         for stage in range(num_stages):

@@ -96,6 +96,26 @@ def test_silence_is_not_innocence(tmp_path: Path) -> None:
     assert longest_stall(run_dir, 0.5, 7.0) == 4.0
 
 
+def test_of_a_run_that_went_back_the_newest_epoch_counts(tmp_path: Path) -> None:
+    """Step 0 was committed twice; only what became of it must be right. The record that opens the
+    epoch has no members, and comes from the trainer's disk if the leader was killed then."""
+    run_dir = books(tmp_path, [0], [1])  # microbatch 2 is missing in epoch 0
+    ballot = [[1, 2, "t#2"], 0, 1]
+    with (run_dir / "peers" / "0a" / FILE).open("a") as file:
+        line = {"point": "prepare", "replica": "0c", "ballot": ballot, "counted": [0, 1, 2]}
+        file.write("\n" + json.dumps(line) + "\n")
+    with (run_dir / "peers" / "leader" / FILE).open("a") as file:
+        opened = {"point": "epoch", "epoch": 1, "step": 0}
+        again = {"point": "record", "ballot": ballot, "members": {"0": ["0c"]}}
+        file.write("\n" + json.dumps(opened) + "\n" + json.dumps(again) + "\n")
+    opening = {"ballot": [[1, 2, "t#2"], -1, 1], "members": {}, "tokens": 0}
+    old = {"ballot": [[0, 1, "t#1"], 0, 1], "members": {"0": ["0a", "0b"]}, "tokens": 0}
+    for extra in ([], [opening], [opening, old]):
+        found = audit(run_dir, num_steps=1, num_stages=1, num_microbatches=3, extra_records=extra)
+        assert found.clean, found
+        assert (found.epochs, found.again) == (1, 1)
+
+
 def test_growth_and_rates() -> None:
     steady = [(float(at), 100.0) for at in range(100)]
     growing = [(float(at), 100.0 + at) for at in range(100)]
