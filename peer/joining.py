@@ -15,47 +15,36 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from peer.calls import count
 from peer.downloads import Download
-from peer.orders import GRADIENT_CHUNK, Orders, Prepared, left_behind
+from peer.following import Following
+from peer.orders import Orders, Prepared, left_behind
 from peer.snapshots import Description, Snapshot, digest
 from peer.stage_server import StageServer
 from swarm.averaging.policy import Update
 from swarm.compute import Kind
 from swarm.errors import RefusedError, SwarmError, WireError
-from swarm.model.layout import sha256_of
-from swarm.net.channel import CallFailedError, Channel
+from swarm.net.channel import Channel
 from swarm.net.links import Links, peer_of
-from swarm.spec import TensorSpec
 from swarm.stage_state import GradientFacts
 from swarm.tasks import TaskSet
 from swarm.terms import Record
-from swarm.wire.codecs import TensorMeta, decode
-from swarm.wire.frames import check_tensors
 
 log = logging.getLogger(__name__)
 MAX_SNAPSHOTS = 3  # in a row, before there is a pause
-AHEAD_BYTES = 1 << 30  # of gradients fetched before they can be applied
 REUSE_STEPS = 3  # a copy so old is as good as a new one: its gradients weigh no more than itself
 NOTED_S = 600.0  # a donor that gave wrong bytes is left alone for so long
-FOLLOW_WINDOW = 4  # gradients under way at once, each from another donor if there are several
-FOLLOW_PAUSE_S = 0.2
+STARVED_S = 20.0  # without a chunk, while gradients come: that is said
+SAY_AGAIN_S = 60.0
 NEWS_S = 30.0  # without a gradient that the leader says is committed: look around anew
-
-Fetched = tuple[Record, Tensor]
-
-
-class FellOffError(RefusedError):
-    """Nobody keeps the gradient that comes next: only another snapshot helps."""
 
 
 class CatchUp:
@@ -79,15 +68,16 @@ class CatchUp:
         self.download: Download | None = None
         self.noted: dict[str, float] = {}  # peer id of a donor -> until when it is left alone
         self.to_tell: list[str] = []  # donors noted since the leader was told
-        self.ahead: dict[int, Fetched] = {}  # gradients that wait for the snapshot
+        self.updates = Following(
+            server, self.tasks, trusted=self._trusts, blame=self._blame, arrived=self._say_starved
+        )
         self.resumed = 0  # chunks that were here when a download went on
         self._snapshots = 0
-        self._following: asyncio.Task[bool] | None = None
-        self._news = asyncio.Event()  # a gradient has come, or none will
-        self._taken = asyncio.Event()  # a gradient was applied, there is room for another
         self._readings: dict[str, None] = {}  # incarnations that keep something for us
         self._told_percent = -1
         self._told_behind = self._most_behind = 0
+        self._chunk_at = 0.0  # when the last chunk came, or the download began
+        self._told_slow_at = -math.inf
 
     async def reach(self, step: int, record: Record | None, donors: Sequence[str]) -> None:
         """Hold the state of `step` (whose predecessor is `record`) or a later one.
@@ -103,7 +93,7 @@ class CatchUp:
             await orders.commit(record)  # a commit that was missed: its members have it
         if orders.valid and 0 < server.ledger.step < step:
             if not self.following:
-                self._follow_from(await self._channels(donors), orders.record)
+                self.updates.begin(await self._channels(donors), orders.record)
             await self._replay(step)
         while server.ledger.step < step or not orders.valid:
             if self._snapshots >= MAX_SNAPSHOTS:
@@ -146,7 +136,7 @@ class CatchUp:
     @property
     def following(self) -> bool:
         """Whether what is committed is being collected."""
-        return self._following is not None and not self._following.done()
+        return self.updates.running
 
     def arrived(self, step: int) -> None:
         """The leader agrees that this is the state of its `step`, or will be at once."""
@@ -158,8 +148,7 @@ class CatchUp:
         """A commit was applied. Who took part in it has its result, and needs nobody's any more."""
         if self.server.links.incarnation not in record.members.get(self.server.stage, ()):
             return
-        self._stop_following()
-        self.ahead.clear()
+        self.updates.drop()
         readings, self._readings = self._readings, {}
         for name in readings:
             channel = self.links.open_channel(name)
@@ -194,20 +183,22 @@ class CatchUp:
             raise RefusedError("what the donors told is not what the leader committed")
 
     def _drop(self) -> None:
-        self._stop_following()
+        self.updates.drop()
         self.download = None
-        self.ahead.clear()
 
     # ---- donors ---------------------------------------------------------------------------------
 
     async def _channels(self, donors: Sequence[str]) -> dict[str, Channel]:
         """Open channels to those that can be reached, in random order. Noted donors come into
         question only when there are no others."""
-        now = asyncio.get_running_loop().time()
-        trusted = [name for name in donors if self.noted.get(peer_of(name), 0.0) <= now]
+        trusted = [name for name in donors if self._trusts(name)]
         names = self.random.sample(trusted or list(donors), len(trusted or donors))
         opened = await _gather({name: self.links.channel(name) for name in names})
         return {name: channel for name, channel in opened.items() if channel.ended is None}
+
+    def _trusts(self, donor: str) -> bool:
+        now = asyncio.get_running_loop().time()
+        return self.noted.get(peer_of(donor), 0.0) <= now
 
     def _blame(self, donor: str, what: str) -> None:
         """Wrong bytes from a donor: noted, told, and not asked again for a while."""
@@ -239,7 +230,7 @@ class CatchUp:
         for step in dict.fromkeys(wanted):
             if self.download is None or self.download.described.step != step:
                 self._drop()
-            self._follow_from(channels, None, step)  # from now on: describing takes a while
+            self.updates.begin(channels, None, step)  # from now on: describing takes a while
             answers = await _gather(
                 {name: channels[name].call("snapshot", {"step": step}) for name in offers}
             )
@@ -267,17 +258,18 @@ class CatchUp:
         else:
             self.resumed += self.download.verified
         self._told_percent = -1
+        self._chunk_at = asyncio.get_running_loop().time()
         download = self.download
         who = {name: channels[name] for name in names}
         # Donors of the snapshot keep what comes after it; the others may have it by chance.
-        following = self._follow_from({**who, **channels}, None, described.step)
+        following = self.updates.begin({**who, **channels}, None, described.step)
         fetching = self.tasks.spawn(
             download.run(
                 who,
                 digest=self._digest,
                 blame=lambda donor: self._blame(donor, "chunk"),
                 progress=self._say_share,
-                since=lambda: described.step + len(self.ahead),
+                since=lambda: described.step + len(self.updates.ahead),
             ),
             "download",
         )
@@ -285,6 +277,7 @@ class CatchUp:
             await asyncio.wait((following, fetching), return_when=asyncio.FIRST_COMPLETED)
             if following.done() and following.result() and not fetching.done():
                 self._snapshots += 1  # it could not be caught up from any more
+                self._say_slow(f"beginning anew: {download.share:.0%} of the state was here")
                 self._drop()
                 return
             await fetching
@@ -311,79 +304,13 @@ class CatchUp:
             if mark != snapshot.fingerprint:
                 for donor in donors:
                     self._blame(donor, "state")
-                self.ahead.clear()
+                self.updates.ahead.clear()
                 raise WireError("the state that arrived is not the one that was announced")
             orders.record, orders.committed, orders.prepared = snapshot.record, None, None
             server.advance(snapshot.step)
             orders.valid = True
 
     # ---- what is committed meanwhile ------------------------------------------------------------
-
-    def _follow_from(
-        self, channels: Mapping[str, Channel], base: Record | None, step: int | None = None
-    ) -> asyncio.Task[bool]:
-        """Collect the gradients from `step` on (None: from this state on); `base` is the record
-        before. What is collected already stays."""
-        self._stop_following()
-        step = self.server.ledger.step if step is None else step
-        while step in self.ahead:
-            base, step = self.ahead[step][0], step + 1
-        self._following = self.tasks.spawn(self._follow(channels, step, base), "follow")
-        self._following.add_done_callback(lambda _: self._news.set())
-        return self._following
-
-    def _stop_following(self) -> None:
-        if self._following is not None:
-            self._following.cancel()
-            self._following = None
-
-    async def _follow(
-        self, channels: Mapping[str, Channel], step: int, before: Record | None
-    ) -> bool:
-        """Several at once, kept in order. Ends when the next one is to be had nowhere: True when
-        donors say so, False when there is no donor."""
-        size, under_way = 4 * self.server.state.layout.total, dict[int, asyncio.Task[Fetched]]()
-        try:
-            while True:
-                room = max(1, AHEAD_BYTES // size - len(self.ahead))
-                for each in range(step, step + min(FOLLOW_WINDOW, room)):
-                    if each not in under_way:
-                        work = self._wait_for(channels, each, step)
-                        under_way[each] = self.tasks.spawn(work, "gradient")
-                fetched = await under_way.pop(step)
-                if before is not None and fetched[0].predecessor != before.hash:
-                    log.warning("records of donors do not follow each other")
-                    return True
-                self.ahead[step], before, step = fetched, fetched[0], step + 1
-                self._news.set()
-                while len(self.ahead) * size >= AHEAD_BYTES:
-                    self._taken.clear()
-                    await self._taken.wait()
-        except FellOffError as error:
-            log.debug("cannot follow: %s", error)
-            return True
-        except RefusedError as error:
-            log.debug("cannot follow: %s", error)
-            return False
-        finally:
-            for task in under_way.values():
-                task.cancel()
-
-    async def _wait_for(self, channels: Mapping[str, Channel], step: int, since: int) -> Fetched:
-        """The gradient of `step` when it is committed. Raises RefusedError."""
-        names = list(channels)
-        first = step % len(names) if names else 0
-        rotated = {name: channels[name] for name in names[first:] + names[:first]}
-        while any(channel.ended is None for channel in rotated.values()):
-            try:
-                if (fetched := await self._fetch(rotated, step, since)) is not None:
-                    return fetched
-            except FellOffError:
-                raise
-            except SwarmError as error:
-                log.debug("no gradient of %d: %s", step, error)
-            await asyncio.sleep(FOLLOW_PAUSE_S)
-        raise RefusedError("all donors are lost")
 
     async def _replay(self, until: int) -> None:
         """Apply what was committed since this state, until `until` at least and as far as is here.
@@ -397,23 +324,22 @@ class CatchUp:
         server, orders = self.server, self.orders
         while orders.valid:
             step = server.ledger.step
-            if step not in self.ahead:
+            if step not in self.updates.ahead:
                 if step >= until or not self.following:
                     return
-                self._news.clear()
+                self.updates.news.clear()
                 try:
                     async with asyncio.timeout(NEWS_S):
-                        await self._news.wait()
+                        await self.updates.news.wait()
                 except TimeoutError:
                     raise RefusedError(f"no donor has committed step {step}") from None
                 continue
-            self._say_behind(max(until, step + len(self.ahead)) - step)
-            record, gradient = self.ahead.pop(step)
+            self._say_behind(max(until, step + len(self.updates.ahead)) - step)
+            record, gradient = self.updates.take(step)
             if orders.record is not None and record.predecessor != orders.record.hash:
                 log.warning("the record of step %d does not continue the state", step)
                 self._drop()
                 return
-            self._taken.set()
             facts = GradientFacts(record.gradients[server.stage], [], record.outcome == "applied")
             mine = gradient.to(server.state.device)
             orders.prepared = Prepared(record.ballot, Update(mine, facts))
@@ -421,59 +347,24 @@ class CatchUp:
             if server.ledger.step != step + 1:
                 return
 
-    async def _fetch(
-        self, channels: Mapping[str, Channel], step: int, since: int
-    ) -> Fetched | None:
-        """The gradient of `step` with its record, from whoever has it. None: not committed yet.
-
-        Raises FellOffError when those who answer no longer have it, RefusedError when nobody does.
-        """
-        early = gone = False
-        now = asyncio.get_running_loop().time()
-        for name, channel in channels.items():
-            if channel.ended is not None or self.noted.get(peer_of(name), 0.0) > now:
-                continue
-            try:
-                record, gradient = await self._fetch_from(channel, step, since)
-            except CallFailedError as error:
-                at = error.detail.get("at")
-                early = early or (isinstance(at, int) and 0 <= at <= step)
-                gone = gone or (isinstance(at, int) and at > step)
-                continue
-            except SwarmError as error:
-                log.debug("no gradient of %d from %s: %s", step, name[-8:], error)
-                continue
-            sha256 = await self.server.compute.run(Kind.BACKGROUND, partial(sha256_of, gradient))
-            expected = record.gradients.get(self.server.stage)
-            if record.step == step and sha256.value == expected:
-                return record, gradient
-            self._blame(name, "gradient")
-        if early:
-            return None
-        if gone:
-            raise FellOffError(f"nobody keeps the gradient of step {step} any more")
-        raise RefusedError("no donor answers")
-
-    async def _fetch_from(self, channel: Channel, step: int, since: int) -> Fetched:
-        total, record = self.server.state.layout.total, b""
-        gradient = torch.empty(total, dtype=torch.float32)
-        for start in range(0, total, GRADIENT_CHUNK):
-            length = min(GRADIENT_CHUNK, total - start)
-
-            def check(
-                _: Mapping[str, Any], metas: Sequence[TensorMeta], length: int = length
-            ) -> None:
-                check_tensors(metas, [TensorSpec((length,), "float32")], "float32")
-
-            body = {"step": step, "start": start, "since": since, "committed": True}
-            answer = await channel.call("gradient", body, check_reply=check)
-            record = answer.body.get("record") or record
-            gradient[start : start + length] = decode(answer.tensors[0])
-        return Record.unpack(record), gradient
-
     # ---- for people -----------------------------------------------------------------------------
 
+    def _say_starved(self) -> None:
+        """A gradient has come: is it all that comes?"""
+        now, download = asyncio.get_running_loop().time(), self.download
+        if download is not None and now - self._chunk_at > STARVED_S:
+            self._say_slow(f"{download.share:.0%} of the state is here, and no more of it comes")
+
+    def _say_slow(self, what: str) -> None:
+        """At most once a minute, however often it happens."""
+        now = asyncio.get_running_loop().time()
+        if now - self._told_slow_at >= SAY_AGAIN_S:
+            self._told_slow_at = now
+            update_mb = 4 * self.server.state.layout.total / 1e6
+            self.say(f"{what}; this connection also carries {update_mb:.1f} MB for every step")
+
     def _say_share(self, share: float) -> None:
+        self._chunk_at = asyncio.get_running_loop().time()
         percent = int(share * 100)
         if percent // 10 > self._told_percent // 10:
             self._told_percent = percent

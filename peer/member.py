@@ -116,11 +116,11 @@ class Member:
                 channel, position = await self._find_and_join()
                 try:
                     await self._catch_up(channel, position)
+                    pause = RETRY_S[0]
+                    await self._stay(channel)
                 except RefusedError as error:  # the leader is there, the state is not
                     trouble = f"cannot serve yet: {error.message}"
                     raise
-                pause = RETRY_S[0]
-                await self._stay(channel)
             except JoinError:
                 raise
             except SwarmError as error:

@@ -6,6 +6,7 @@ The joiner's links are slow and the chunks small, so that a download takes many 
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -304,3 +305,47 @@ def test_a_joiner_beyond_the_backlog_takes_another_snapshot() -> None:
     assert swarm.struck
     assert swarm.most_backlog <= 5
     assert len([line for _, line in swarm.said if line.startswith("downloading 0")]) >= 2
+
+
+def test_a_download_that_nothing_comes_of_is_said_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Chunks do not come, gradients do: one line, not one per gradient; then the chunks come."""
+    monkeypatch.setattr(joining, "STARVED_S", 2.0)
+    monkeypatch.setattr(joining, "SAY_AGAIN_S", 4.0)
+    honest, late = Donor._chunk, [12]
+
+    async def chunk(donor: Donor, channel: Channel, message: Message) -> Message:
+        if late[0] and channel.peer == JOINER:
+            late[0] -= 1
+            await asyncio.sleep(5.0)
+        return await honest(donor, channel, message)
+
+    monkeypatch.setattr(Donor, "_chunk", chunk)
+    swarm = Joining(160, rate_bps=1e6)
+    swarm.finish()
+    told = [(t, line) for t, line in swarm.said if "also carries" in line]
+    assert told
+    assert "no more of it comes; this connection also carries 0.0 MB for every step" in told[0][1]
+    assert all(later[0] - earlier[0] >= 4.0 for earlier, later in itertools.pairwise(told))
+
+
+def test_a_joiner_that_falls_off_says_that_it_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not silently: the same first tenth again and again would look like a hang."""
+    from peer import following
+
+    fetch, fall = following.Following._fetch, [0]
+
+    async def gone(self: following.Following, *args: Any) -> Any:
+        if fall[0] and self.server.links.incarnation.startswith(JOINER):
+            fall[0] = 0
+            raise following.FellOffError("nobody keeps it any more")
+        return await fetch(self, *args)
+
+    monkeypatch.setattr(following.Following, "_fetch", gone)
+    swarm = Joining(130, rate_bps=60e3)
+    swarm.once("downloading 1", lambda: fall.append(fall.pop() + 1))
+    swarm.finish()
+    assert swarm.struck
+    told = [line for _, line in swarm.said if line.startswith("beginning anew")]
+    assert len(told) == 1, swarm.said

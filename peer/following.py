@@ -1,0 +1,197 @@
+"""Collecting the averaged gradient of every commit, for a replica that has to catch up.
+
+From donors that keep them for as long as somebody reads a copy of their state; several at once,
+each checked against the sha256 in its record, and kept in order until they are applied. The
+snapshot they are applied to is `peer.joining`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from peer.orders import GRADIENT_CHUNK
+from peer.stage_server import StageServer
+from swarm.compute import Kind
+from swarm.errors import RefusedError, SwarmError
+from swarm.model.layout import sha256_of
+from swarm.net.channel import CallFailedError, Channel
+from swarm.spec import TensorSpec
+from swarm.tasks import TaskSet
+from swarm.terms import Record
+from swarm.wire.codecs import TensorMeta, decode
+from swarm.wire.frames import check_tensors
+
+log = logging.getLogger(__name__)
+AHEAD_BYTES = 1 << 30  # of gradients fetched before they can be applied
+FOLLOW_WINDOW = 4  # gradients under way at once, each from another donor if there are several
+FOLLOW_PAUSE_S = 0.2
+
+Fetched = tuple[Record, Tensor]
+
+
+class FellOffError(RefusedError):
+    """Nobody keeps the gradient that comes next: only another snapshot helps."""
+
+
+class Following:
+    """What was committed since the state of a `StageServer`, as far as it is here.
+
+    `ahead` holds it by step. `trusted(donor)` says who may be asked, and `blame(donor, what)` is
+    told of wrong bytes, `arrived()` of every gradient. `news` is set when one has come, or none
+    will.
+    """
+
+    def __init__(
+        self,
+        server: StageServer,
+        tasks: TaskSet,
+        *,
+        trusted: Callable[[str], bool],
+        blame: Callable[[str, str], None],
+        arrived: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.server, self._tasks = server, tasks
+        self._trusted, self._blame, self._arrived = trusted, blame, arrived
+        self.ahead: dict[int, Fetched] = {}  # gradients that wait for the snapshot
+        self.news = asyncio.Event()
+        self._taken = asyncio.Event()  # a gradient was applied, there is room for another
+        self._task: asyncio.Task[bool] | None = None
+
+    @property
+    def running(self) -> bool:
+        """Whether what is committed is being collected."""
+        return self._task is not None and not self._task.done()
+
+    def take(self, step: int) -> Fetched:
+        """The gradient of `step`, which is here, to be applied."""
+        self._taken.set()
+        return self.ahead.pop(step)
+
+    def drop(self) -> None:
+        """Collect no more, and forget what is here."""
+        self.stop()
+        self.ahead.clear()
+
+    def begin(
+        self, channels: Mapping[str, Channel], base: Record | None, step: int | None = None
+    ) -> asyncio.Task[bool]:
+        """Collect the gradients from `step` on (None: from this state on); `base` is the record
+        before. What is collected already stays."""
+        self.stop()
+        step = self.server.ledger.step if step is None else step
+        while step in self.ahead:
+            base, step = self.ahead[step][0], step + 1
+        self._task = self._tasks.spawn(self._follow(channels, step, base), "follow")
+        self._task.add_done_callback(lambda _: self.news.set())
+        return self._task
+
+    def stop(self) -> None:
+        """Collect no more; what is here stays."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    async def _follow(
+        self, channels: Mapping[str, Channel], step: int, before: Record | None
+    ) -> bool:
+        """Several at once, kept in order. Ends when the next one is to be had nowhere: True when
+        donors say so, False when there is no donor."""
+        size, under_way = 4 * self.server.state.layout.total, dict[int, asyncio.Task[Fetched]]()
+        try:
+            while True:
+                room = max(1, AHEAD_BYTES // size - len(self.ahead))
+                for each in range(step, step + min(FOLLOW_WINDOW, room)):
+                    if each not in under_way:
+                        work = self._wait_for(channels, each, step)
+                        under_way[each] = self._tasks.spawn(work, "gradient")
+                fetched = await under_way.pop(step)
+                if before is not None and fetched[0].predecessor != before.hash:
+                    log.warning("records of donors do not follow each other")
+                    return True
+                self.ahead[step], before, step = fetched, fetched[0], step + 1
+                self.news.set()
+                self._arrived()
+                while len(self.ahead) * size >= AHEAD_BYTES:
+                    self._taken.clear()
+                    await self._taken.wait()
+        except FellOffError as error:
+            log.debug("cannot follow: %s", error)
+            return True
+        except RefusedError as error:
+            log.debug("cannot follow: %s", error)
+            return False
+        finally:
+            for task in under_way.values():
+                task.cancel()
+
+    async def _wait_for(self, channels: Mapping[str, Channel], step: int, since: int) -> Fetched:
+        """The gradient of `step` when it is committed. Raises RefusedError."""
+        names = list(channels)
+        first = step % len(names) if names else 0
+        rotated = {name: channels[name] for name in names[first:] + names[:first]}
+        while any(channel.ended is None for channel in rotated.values()):
+            try:
+                if (fetched := await self._fetch(rotated, step, since)) is not None:
+                    return fetched
+            except FellOffError:
+                raise
+            except SwarmError as error:
+                log.debug("no gradient of %d: %s", step, error)
+            await asyncio.sleep(FOLLOW_PAUSE_S)
+        raise RefusedError("all donors are lost")
+
+    async def _fetch(
+        self, channels: Mapping[str, Channel], step: int, since: int
+    ) -> Fetched | None:
+        """The gradient of `step` with its record, from whoever has it. None: not committed yet.
+
+        Raises FellOffError when those who answer no longer have it, RefusedError when nobody does.
+        """
+        early = gone = False
+        for name, channel in channels.items():
+            if channel.ended is not None or not self._trusted(name):
+                continue
+            try:
+                record, gradient = await self._fetch_from(channel, step, since)
+            except CallFailedError as error:
+                at = error.detail.get("at")
+                early = early or (isinstance(at, int) and 0 <= at <= step)
+                gone = gone or (isinstance(at, int) and at > step)
+                continue
+            except SwarmError as error:
+                log.debug("no gradient of %d from %s: %s", step, name[-8:], error)
+                continue
+            sha256 = await self.server.compute.run(Kind.BACKGROUND, partial(sha256_of, gradient))
+            expected = record.gradients.get(self.server.stage)
+            if record.step == step and sha256.value == expected:
+                return record, gradient
+            self._blame(name, "gradient")
+        if early:
+            return None
+        if gone:
+            raise FellOffError(f"nobody keeps the gradient of step {step} any more")
+        raise RefusedError("no donor answers")
+
+    async def _fetch_from(self, channel: Channel, step: int, since: int) -> Fetched:
+        total, record = self.server.state.layout.total, b""
+        gradient = torch.empty(total, dtype=torch.float32)
+        for start in range(0, total, GRADIENT_CHUNK):
+            length = min(GRADIENT_CHUNK, total - start)
+
+            def check(
+                _: Mapping[str, Any], metas: Sequence[TensorMeta], length: int = length
+            ) -> None:
+                check_tensors(metas, [TensorSpec((length,), "float32")], "float32")
+
+            body = {"step": step, "start": start, "since": since, "committed": True}
+            answer = await channel.call("gradient", body, check_reply=check)
+            record = answer.body.get("record") or record
+            gradient[start : start + length] = decode(answer.tensors[0])
+        return Record.unpack(record), gradient
