@@ -15,6 +15,7 @@ from typing import Any
 from peer.checkpointing import Checkpointer
 from peer.disk import FileDisk, write_durably
 from peer.inquiries import stage_hashes, validate
+from peer.known_peers import KnownPeers
 from peer.lan import announce_on_lan
 from peer.launch import (
     Node,
@@ -51,6 +52,7 @@ from swarm.words import clean, mapping
 log = logging.getLogger(__name__)
 ANNOUNCE_S = 20.0
 ANNOUNCEMENT_TTL_S = 60.0
+LOOK_S = 10.0  # between two looks for peers that have not come back
 STATUS_S = 0.5
 FAREWELL_S = 3.0
 
@@ -134,8 +136,10 @@ class LeaderProcess:
             stack.push_async_callback(trainer.aclose)
             tasks = TaskSet()
             stack.push_async_callback(tasks.aclose)
+            known = KnownPeers(self.run_dir)
             tasks.spawn(self._announce(node), "announce")
-            tasks.spawn(self._keep_status(), "status")
+            tasks.spawn(self._keep_status(trainer, known), "status")
+            tasks.spawn(self._look_for_peers(node, trainer, known), "look for peers")
             trainer.links.serve()
             await stack.enter_async_context(self._on_lan(node))
             self._on_link(self.status.link)
@@ -361,17 +365,33 @@ class LeaderProcess:
         """Keep our address in the directory, and learn those of the other trainers."""
         key = leader_key(self.config.run_id)
         while True:
-            await node.directory.publish(
-                key, {"addresses": list(node.transport.addresses)}, ANNOUNCEMENT_TTL_S
-            )
+            await self._publish(node)
             for signer, record in (await node.directory.lookup(key)).items():
                 addresses = record.get("addresses")
                 if signer in self.config.run.trainers and isinstance(addresses, list):
                     self._addresses[signer] = tuple(str(each)[:200] for each in addresses[:32])
             await asyncio.sleep(ANNOUNCE_S)
 
-    async def _keep_status(self) -> None:
+    async def _publish(self, node: Node) -> None:
+        key = leader_key(self.config.run_id)
+        value = {"addresses": list(node.transport.addresses)}
+        await node.directory.publish(key, value, ANNOUNCEMENT_TTL_S)
+
+    async def _look_for_peers(
+        self, node: Node, trainer: Trainer[dict[str, Any]], known: KnownPeers
+    ) -> None:
+        """As long as nobody has come: enter the directory of those who were here last."""
+        while known.addresses:
+            if trainer.leader is not None and not trainer.leader.members.by_name:
+                with contextlib.suppress(SwarmError):
+                    await node.directory.add_peers(known.addresses)
+                    await self._publish(node)
+            await asyncio.sleep(LOOK_S)
+
+    async def _keep_status(self, trainer: Trainer[dict[str, Any]], known: KnownPeers) -> None:
         while True:
+            if trainer.leader is not None:
+                known.note({each.incarnation: each.addresses for each in trainer.leader.members})
             self._write_status()
             self._show(self._shown)
             await asyncio.sleep(STATUS_S)

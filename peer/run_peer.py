@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from peer.host import Host
-from peer.launch import Node, be_exact, choose_device, keep_freed_memory, numerics_of
+from peer.launch import Node, be_exact, best_first, choose_device, keep_freed_memory, numerics_of
 from peer.measure import device_memory, device_speed
 from peer.member import Member
 from peer.observe import Activity, PeerObservations, version
@@ -24,7 +24,13 @@ from swarm.errors import ConfigError, JoinError, SwarmError, VersionError
 from swarm.model import ModelPipeline, build_pipeline
 from swarm.net.channel import Channel, Message, Method, no_tensors
 from swarm.net.identity import Identity
-from swarm.net.link import JoinLink, format_link
+from swarm.net.link import (
+    MAX_ADDRESSES,
+    MAX_LINK_CHARS,
+    JoinLink,
+    format_link,
+    wrong_with_address,
+)
 from swarm.net.links import Links
 from swarm.net.records import leader_key, peers_key
 from swarm.terms import new_incarnation
@@ -35,6 +41,7 @@ ANNOUNCE_S = 20.0
 ANNOUNCEMENT_TTL_S = 60.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 SAY_EVERY_S = 60.0
+LINK_S = 2.0  # after so long at most the saved link names who has come
 BENCHMARK_S = 2.0  # for a first estimate of a stage's time on this device
 _KIND_CHARS = 15
 TROUBLE = ("lost the leader", "looking for the leader")  # phases of a Member that are retries
@@ -100,6 +107,7 @@ class PeerProcess:
         self._write, self._remember = say, remember
         self.host: Host | None = None
         self._config = b""
+        self._remembered = ""
         self._leaving = False
 
     async def run(self) -> None:
@@ -171,7 +179,7 @@ class PeerProcess:
                     if isinstance(data, bytes) and len(data) <= MAX_CONFIG_BYTES:
                         config = from_canonical(data, self.link.run_id)
                         self._config = data
-                        self._remember(format_link(self.link.run_id, self.link.addresses))
+                        self._remember_link(self.link.addresses)
                         return config
                 except JoinError:
                     raise
@@ -218,12 +226,15 @@ class PeerProcess:
         )
         reducer.serve()
 
+        led_at: list[str] = []  # addresses of trainers, as last heard
+
         async def find_leader() -> list[tuple[str, Sequence[str]]]:
             found: list[tuple[str, Sequence[str]]] = []
             for signer, record in (await node.directory.lookup(leader_key(run_id))).items():
                 addresses = record.get("addresses")
                 if signer in trainers and isinstance(addresses, list):
                     found.append((signer, tuple(str(each) for each in addresses[:32])))
+            led_at[:] = [address for _, where in found for address in where]
             known = {signer for signer, _ in found}
             found += [
                 (peer, where)
@@ -287,7 +298,13 @@ class PeerProcess:
                 await node.directory.publish(peers_key(run_id), record, ANNOUNCEMENT_TTL_S)
                 await asyncio.sleep(ANNOUNCE_S)
 
+        async def keep_link() -> None:
+            while True:
+                self._remember_link([*led_at, *self.link.addresses, *_some_of(links.addresses)])
+                await asyncio.sleep(LINK_S)
+
         announcing = asyncio.create_task(announce())
+        keeping = asyncio.create_task(keep_link())
         watching = asyncio.create_task(activity.watch(host))
         lost = asyncio.create_task(node.transport.lost.wait())
         host.begin(self.options.stages or (None,))
@@ -299,12 +316,27 @@ class PeerProcess:
             await serving
             self.say("the run is finished" if not self._leaving else "handed over")
         finally:
-            for task in (announcing, watching, lost, serving):
+            tasks = (announcing, keeping, watching, lost, serving)
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(announcing, watching, lost, serving, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             await reducer.aclose()
             await host.aclose()
             await compute.aclose()
 
+    def _remember_link(self, addresses: Sequence[str]) -> None:
+        """For the next start: the link, and where others of the swarm are by now."""
+        some = list(dict.fromkeys(addresses))[:MAX_ADDRESSES]
+        usable = [each for each in some if not wrong_with_address(each)]
+        link = format_link(self.link.run_id, usable)
+        if link != self._remembered and len(link) <= MAX_LINK_CHARS:
+            self._remembered = link
+            self._remember(link)
+
     async def _give_config(self, channel: Channel, message: Message) -> Message:
         return Message({"config": self._config})
+
+
+def _some_of(addresses: Mapping[str, Sequence[str]]) -> list[str]:
+    """One address of each peer: any of them leads to the others."""
+    return [best_first(where)[0] for where in addresses.values() if where]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 from pathlib import Path
 
+from peer.places import tcp_ports
+from peer.serve import LAST_SWARM
 from tests.process.forks import Command, Forks, toml
 
 LOCAL = ("--listen", "/ip4/127.0.0.1/tcp/0")
@@ -81,6 +84,38 @@ def test_volunteers_outlive_the_leader(forks: Forks, tmp_path: Path) -> None:
     again = forks.swarm(*lead)
     assert again.code() == 0
     assert "30 of 30 steps are trained already" in again.out
+
+
+def test_a_leader_that_comes_back_at_another_port_is_found(forks: Forks, tmp_path: Path) -> None:
+    """Its replicas have its former address alone, and their directory; and so has a volunteer that
+    starts again with the link it has saved. The leader begins without anybody's address but those
+    that its run directory keeps."""
+    run = toml(tmp_path / "run.toml", steps=100_000, stages=2)
+    leader = forks.swarm("train", run, *LOCAL)
+    first, last = (join(forks, leader.link, "--stage", str(stage)) for stage in (0, 1))
+    again = ("--stage", "1", "--data-dir", str(tmp_path / "volunteer"))
+    volunteer = join(forks, leader.link, *again)
+    volunteer.says("serving stage 1")
+    leader.says("step 2 ")
+    saved = tmp_path / "volunteer" / LAST_SWARM
+    forks.until(lambda: saved.read_text().count("/p2p/") >= 4, "a link that names the others")
+    leader.signal(signal.SIGKILL)
+    volunteer.signal(signal.SIGKILL)
+    first.says("lost the leader, looking for it")
+    former = leader.link
+    with socket.socket() as taken:  # the port of before is not free now
+        taken.bind(("127.0.0.1", tcp_ports(former)[0]))
+        leader = forks.swarm("train", run, *LOCAL)
+        assert leader.link != former
+        volunteer = forks.peer(*LOCAL, *again)
+        volunteer.says("serving stage 1")
+    for peer in (first, last):
+        peer.says("serving stage", 2)
+        assert peer.err == ""
+    leader.says("step ")
+    leader.signal(signal.SIGINT)
+    assert leader.code() == 130, leader
+    assert leader.err == ""
 
 
 def test_leaving_politely_and_at_once(forks: Forks, tmp_path: Path) -> None:
