@@ -1,45 +1,82 @@
-"""Three trainers as processes: the leader is killed -9, another finishes the run, to the bit."""
+"""Three trainers as processes: the leader is killed or frozen, another finishes the run, to the
+bit; one that wakes leads no more."""
 
 from __future__ import annotations
 
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 from swarm.net.identity import load_identity
-from tests.process.forks import Forks, toml
+from tests.process.forks import Command, Forks, toml
 
 LOCAL = ("--listen", "/ip4/127.0.0.1/tcp/0")
 NAMES = ("one", "two", "three")
 
 
+class Trainers:
+    """A run with three trainers, of which `one` leads first, and a replica per stage."""
+
+    def __init__(self, forks: Forks, where: Path, steps: int) -> None:
+        self.forks, self.where, self.steps = forks, where, steps
+        keys = {name: where / f"{name}.key" for name in NAMES}
+        ids = [load_identity(keys[name]).peer_id for name in NAMES]
+        self.run = toml(where / "run.toml", steps=steps)
+        text = self.run.read_text()
+        self.run.write_text(text.replace("[run]", f"[run]\ntrainers = {json.dumps(ids)}", 1))
+
+        def lead(name: str, *more: str) -> Command:
+            report = str(where / f"{name}.jsonl")
+            place = ("--identity", str(keys[name]), "--dir", str(where / name))
+            return forks.swarm("train", self.run, *LOCAL, *place, "--report", report, *more)
+
+        self.first = lead("one")
+        link = self.first.link
+        self.others = {name: lead(name, "--join", link) for name in NAMES[1:]}
+        self.peers = [forks.peer("--join", link, *LOCAL, "--stage", str(k)) for k in (0, 1, 2)]
+
+    def reported(self, name: str) -> list[dict[str, Any]]:
+        return [
+            json.loads(line) for line in (self.where / f"{name}.jsonl").read_text().split("\n")[:-1]
+        ]
+
+    def steps_of(self, name: str) -> list[int]:
+        """Those that it has led."""
+        return [line["step"] for line in self.reported(name) if "step" in line]
+
+    def end(self, *commands: Command) -> None:
+        """All of these end well, and what was trained is what one process trains."""
+        for command in commands:
+            assert command.code() == 0, command
+            assert command.err == "", command
+        (final,) = (line for name in NAMES for line in self.reported(name) if "sha256" in line)
+        baseline = self.forks.swarm("baseline", self.run)
+        assert baseline.code() == 0, baseline
+        assert f"{self.steps} steps, sha256 {final['sha256']}" in baseline.out
+
+
 def test_another_trainer_finishes_what_a_killed_leader_began(forks: Forks, tmp_path: Path) -> None:
-    keys = {name: tmp_path / f"{name}.key" for name in NAMES}
-    ids = [load_identity(keys[name]).peer_id for name in NAMES]
-    run = toml(tmp_path / "run.toml", steps=25)
-    text = run.read_text()
-    run.write_text(text.replace("[run]", f"[run]\ntrainers = {json.dumps(ids)}", 1))
+    run = Trainers(forks, tmp_path, 25)
+    run.first.says("step 3 ")
+    run.first.signal(signal.SIGKILL)
+    run.end(*run.others.values(), *run.peers)
+    said = "".join(each.out for each in run.others.values())
+    assert "another trainer led the run to its end" in said
 
-    def lead(name: str, *more: str) -> tuple[str, ...]:
-        report = str(tmp_path / f"{name}.jsonl")
-        place = ("--identity", str(keys[name]), "--dir", str(tmp_path / name))
-        return ("train", str(run), *LOCAL, *place, "--report", report, *more)
 
-    first = forks.swarm(*lead("one"))
-    others = {name: forks.swarm(*lead(name, "--join", first.link)) for name in NAMES[1:]}
-    peers = [forks.peer("--join", first.link, *LOCAL, "--stage", str(k)) for k in (0, 1, 2)]
-    first.says("step 3 ")
-    first.signal(signal.SIGKILL)
-
-    for command in (*others.values(), *peers):
-        assert command.code() == 0, command
-        assert command.err == "", command
-    finals = []
-    for name in NAMES[1:]:
-        lines = [json.loads(line) for line in (tmp_path / f"{name}.jsonl").read_text().splitlines()]
-        finals += [line for line in lines if "sha256" in line]
-    (final,) = finals
-    assert "another trainer led the run to its end" in "".join(each.out for each in others.values())
-    baseline = forks.swarm("baseline", run)
-    assert baseline.code() == 0, baseline
-    assert f"25 steps, sha256 {final['sha256']}" in baseline.out
+def test_a_leader_that_was_frozen_stands_by_when_it_wakes(forks: Forks, tmp_path: Path) -> None:
+    """It is refused by the others and by every replica: it commits nothing more."""
+    run = Trainers(forks, tmp_path, 60)
+    run.first.says("step 3 ")
+    run.first.signal(signal.SIGSTOP, daemons=True)
+    forks.until(lambda: any(run.steps_of(name) for name in NAMES[1:]), "another that leads")
+    led = run.steps_of("one")
+    run.first.signal(signal.SIGCONT, daemons=True)
+    run.end(run.first, *run.others.values(), *run.peers)
+    assert "standing by: another trainer leads" in run.first.out
+    assert "another trainer led the run to its end" in run.first.out
+    assert run.steps_of("one") == led
+    later = [step for name in NAMES[1:] for step in run.steps_of(name)]
+    assert len(set(later)) == len(later)
+    assert min(later) in (led[-1] + 1, led[-1] + 2)  # between them one that was completed
