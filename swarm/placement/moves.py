@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swarm.placement.sketch import Move, MovePolicy, Sketch
-from swarm.placement.small import best_moves
+from swarm.placement.small import best_moves, is_small
 from swarm.placement.table import LoadTable
 
 
@@ -101,11 +101,12 @@ def plan_moves(table: LoadTable, now_s: float, policy: MovePolicy | None = None)
             blocked = f"nobody can be spared for stage {to}, the slowest"
             break
         draft.step(step)
-    whole = _Draft(table, now_s, policy)
-    if moves := best_moves(whole.sketch):
-        whole.step(moves)
-    if whole.best.net > draft.best.net:
-        draft = whole
+    if is_small(draft.sketch):
+        whole = _Draft(table, now_s, policy)
+        if moves := best_moves(whole.sketch):
+            whole.step(moves)
+        if whole.best.net > draft.best.net:
+            draft = whole
     best = draft.best
     if best.net <= 0:
         why = blocked if len(draft.stops) == 1 and blocked else "no move gains enough"

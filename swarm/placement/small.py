@@ -6,6 +6,8 @@ still much better; with few peers of unlike speeds that is common. There all can
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from swarm.placement.sketch import Sketch
@@ -14,12 +16,18 @@ MOST = 10_000  # assignments: nine peers that may move in two stages, or eight i
 _EPSILON = 1e-9
 
 
+def is_small(sketch: Sketch) -> bool:
+    """Whether all assignments of those that may move can be tried."""
+    free = len(sketch.peers) - int(sketch.resting.sum())
+    return free * math.log(max(len(sketch.cost), 1)) <= math.log(MOST)
+
+
 def best_moves(sketch: Sketch) -> list[tuple[int, int]]:
     """`(peer, stage)` moves to the fastest assignment that keeps the rules of `moves`, the fewest
     of equally fast ones; [] where it is the present one, or there are too many to try."""
     stages = len(sketch.cost)
     free = np.flatnonzero(~sketch.moved & ~sketch.resting)
-    if not len(free) or stages ** len(free) > MOST:
+    if not len(free) or not is_small(sketch):
         return []
     # (assignments, peers): the stage of each that may move. The present ones come as they come.
     tried = np.stack(np.meshgrid(*[np.arange(stages)] * len(free), indexing="ij"), axis=-1)

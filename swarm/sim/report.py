@@ -55,14 +55,14 @@ def _summary_of(runs: Sequence[Outcome]) -> dict[str, Any]:
 def table(outcomes: Outcomes) -> str:
     """For a terminal."""
     names = ("of optimum", "spread", "moves", "stalled", "back in")
-    lines = ["{:<16} {:>10} {:>7} {:>8} {:>9} {:>9}".format("policy", *names)]
+    lines = ["{:<24} {:>10} {:>7} {:>8} {:>9} {:>9}".format("policy", *names)]
     for name, row in summary(outcomes).items():
         lines.append(
-            f"{name:<16} {row['relative']['mean']:>10.2%} {row['relative']['spread']:>7.2%} "
+            f"{name:<24} {row['relative']['mean']:>10.2%} {row['relative']['spread']:>7.2%} "
             f"{row['moves']:>8.1f} {row['stalled_s']:>7.0f} s {row['recovery_s']['mean']:>7.0f} s"
         )
     bound = statistics.fmean([run.bound for runs in outcomes.values() for run in runs])
-    lines.append(f"{'(clairvoyant)':<16} {bound:>9.2%} at most")
+    lines.append(f"{'(clairvoyant)':<24} {bound:>9.2%} at most")
     return "\n".join(lines)
 
 
@@ -101,5 +101,5 @@ def plot(path: Path, title: str, outcomes: Outcomes) -> None:
         axes.step(hours, run.done, where="mid", linewidth=1, label=label)
     axes.set(xlabel="hours", ylabel="microbatches/s", title=title, xlim=(0, hours[-1]))
     axes.set_ylim(bottom=0)
-    axes.legend(loc="lower left", fontsize="small")
+    axes.legend(loc="upper right", fontsize="small")
     figure.savefig(path, dpi=110)
