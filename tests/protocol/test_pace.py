@@ -154,3 +154,31 @@ def test_the_suspected_that_wakes_goes_on_with_what_it_had() -> None:
     assert "expelled" not in points
     issued = [told["index"] for _, _, p, told in swarm.events if p == "issue" and told["step"] == 1]
     assert len(issued) == len(set(issued)), "a microbatch was issued again"
+
+
+# ---- slow is not dead ----------------------------------------------------------------------------
+
+
+def test_a_replica_ten_times_slower_gets_a_tenth_of_its_twins_work() -> None:
+    """In a whole swarm, its neighbours at full speed: nobody is left out, and nobody waits long."""
+    microbatches, steps = 160, 4
+    swarm = Swarm(
+        num_stages=3,
+        replicas=(2, 2, 2),
+        plan=plan(microbatches, steps),
+        seconds=(0.03, 0.06),
+        speed={"r1.1": 10.0},
+    )
+    assert swarm.run(steps)["sha256"] == baseline(steps, microbatches)[0]
+    ended = max(at for at, _, point, _ in swarm.events if point == "committed")
+    points = {point for at, _, point, _ in swarm.events if at <= ended}
+    assert not points & {"expelled", "suspected", "failed", "left"}
+    work = Counter(
+        who
+        for _, who, point, told in swarm.events
+        if point == "forward" and who.startswith("r1.") and told["step"] > 0
+    )
+    assert 0.05 <= work["r1.1"] / work["r1.0"] <= 0.15, work
+    ideal_s = microbatches / (1 / 0.09 + 1 / 0.9)
+    walls = [result.wall_s for result in swarm.results[1:]]
+    assert statistics.mean(walls) < 1.35 * ideal_s, (walls, ideal_s)

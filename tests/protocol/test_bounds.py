@@ -1,0 +1,166 @@
+"""All limits at once, in one swarm under load: what is seen of each never exceeds it.
+
+The limits are tiny, three joiners download meanwhile, and a stranger floods a replica and the
+leader: more streams than it may open, more calls than may be in progress, and it never reads an
+answer. The run is exact all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peer import following, observe
+from peer.member import Member
+from swarm.errors import SwarmError
+from swarm.events import EventLog
+from swarm.net import channel, links, memory_stream
+from swarm.net.links import PROTOCOL
+from swarm.wire.frames import encode_frame
+from tests.protocol.simulated import LEADER, RUN_ID, Fault, Swarm, baseline, plan
+
+MICROBATCHES, STEPS, SLOTS, KEPT_BYTES = 16, 40, 2, 1000
+MAX_CALLS, MAX_STREAMS, BULK_BYTES, GRADIENTS = 24, 3, 2000, 4
+EVENT_BYTES, EVENTS = 32768, 32
+JOINERS = ("r1.7", "r1.8", "r1.9")
+FLOODED = ("r1.0", LEADER)
+
+
+class Flooded(Swarm):
+    """`most` is what was seen of everything that has a limit."""
+
+    def __init__(self, where: Path) -> None:
+        super().__init__(
+            plan=plan(MICROBATCHES, STEPS),
+            faults=[Fault("record", "start", step=1, victim=each, stage=1) for each in JOINERS],
+            slots=SLOTS,
+            kept_bytes=KEPT_BYTES,
+            chunk=1,
+        )
+        self.log = EventLog(where / "events.jsonl", max_bytes=EVENT_BYTES)
+        self.seen = observe.Observations("life", dict)
+        self.most: Counter[str] = Counter()
+        self.flooding: list[asyncio.Task[None]] = []
+        self.refused = 0
+        for joiner in JOINERS:
+            for donor in ("r1.0", "r1.1"):
+                self.network.rates[donor, joiner] = 200e3
+
+    async def start_all(self) -> None:
+        await super().start_all()
+        self.network.transport("mallory")
+        for target in FLOODED:
+            for number in range(3 * MAX_STREAMS):
+                flood = self.flood(target, number)
+                self.flooding.append(asyncio.get_running_loop().create_task(flood))
+
+    async def flood(self, target: str, number: int) -> None:
+        """One stream of many: calls without a look at their answers, or none at all."""
+        hello = {"kind": "hello", "run": RUN_ID, "incarnation": f"mallory#{number}"}
+        call = {"kind": "call", "method": "snapshot", "body": {"offer": True}}
+        await asyncio.sleep(0.5 + 0.1 * (number >= MAX_STREAMS))
+        try:
+            stream = await self.network.transports["mallory"].dial(target, PROTOCOL)
+            await stream.send(encode_frame(hello))
+            for call_id in range(20 * MAX_CALLS if number < MAX_STREAMS else 0):
+                await stream.send(encode_frame({**call, "id": call_id}))
+                self.look()
+            while True:  # silent until it is ended
+                await stream.receive_exactly(1)
+                await asyncio.sleep(1.0)
+        except SwarmError:
+            self.refused += 1
+
+    async def _take_down(self) -> None:
+        for task in self.flooding:
+            task.cancel()
+        await asyncio.gather(*self.flooding, return_exceptions=True)
+        await super()._take_down()
+
+    def start_replica(self, name: str, stage: int | None) -> Member:
+        member = super().start_replica(name, stage)
+        build = member._build
+
+        async def small(which: int) -> None:
+            await build(which)
+            assert member.donor is not None
+            assert member.server is not None
+            member.donor.backlog_bytes = GRADIENTS * 4 * member.server.state.layout.total
+
+        member._build = small  # type: ignore[method-assign]
+        return member
+
+    def on_probe(self, who: str, point: str, facts: dict[str, Any]) -> None:
+        super().on_probe(who, point, facts)
+        self.seen.event(self.log.emit(point, **facts))
+        self.look()
+
+    def note(self, what: str, value: int) -> None:
+        self.most[what] = max(self.most[what], value)
+
+    def look(self) -> None:
+        self.note("events", len(self.seen._events))
+        for file in self.log.path.parent.iterdir():
+            self.note("bytes of an event file", os.stat(file).st_size)
+        if self.leader is not None:
+            self.note("microbatches under way", len(self.leader.in_flight))
+        all_links = [member.links for member in self.members.values()]
+        all_links += [trainer.links for trainer in self.trainers.values()]
+        for each in all_links:
+            self.note("streams of one peer", max(each._accepted.values(), default=0))
+            for one in each._channels.values():
+                self.note("calls in progress", one._calls_in_progress)
+                self.note("answers and orders that wait", len(one._urgent))
+                self.note("bytes that wait to be sent", one._bulk_bytes)
+        for name, member in self.members.items():
+            self.note("tasks of a device", len(self.computes[name]._waiting))
+            if member.server is None or member.donor is None or member.catching_up is None:
+                continue
+            works, counted = member.server.kept.works, member.server.ledger.counted
+            self.note("kept bytes", sum(works[i].kept_bytes for i in counted if i in works))
+            self.note("slots", member.server.slots.held)
+            self.note("copies", len(member.donor.copies))
+            self.note("gradients kept", len(member.donor.backlog))
+            self.note("gradients ahead", len(member.catching_up.updates.ahead))
+
+
+def test_no_limit_is_exceeded_under_load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(channel, "MAX_CALLS_IN_PROGRESS", MAX_CALLS)
+    monkeypatch.setattr(channel, "BULK_QUEUE_BYTES", BULK_BYTES)
+    monkeypatch.setattr(links, "MAX_STREAMS_PER_PEER", MAX_STREAMS)
+    monkeypatch.setattr(memory_stream, "WINDOW_BYTES", 4096)
+    monkeypatch.setattr(observe, "MAX_EVENTS", EVENTS)
+    stage_bytes = 4 * 72  # of stage 1: a layer of 8 by 8 and its bias
+    monkeypatch.setattr(following, "AHEAD_BYTES", GRADIENTS * stage_bytes)
+    swarm = Flooded(tmp_path)
+    assert swarm.run(STEPS)["sha256"] == baseline(STEPS, MICROBATCHES)[0]
+    limits = {
+        "events": EVENTS,
+        "bytes of an event file": EVENT_BYTES,
+        "microbatches under way": 2 * SLOTS + SLOTS,
+        "streams of one peer": MAX_STREAMS,
+        "calls in progress": MAX_CALLS,
+        "answers and orders that wait": MAX_CALLS + 4,
+        "bytes that wait to be sent": BULK_BYTES + 1000,
+        "tasks of a device": 2 * SLOTS + 8,
+        "kept bytes": KEPT_BYTES,
+        "slots": SLOTS,
+        "copies": 3,
+        "gradients kept": GRADIENTS + 1,
+        "gradients ahead": GRADIENTS,
+    }
+    assert swarm.most.keys() == limits.keys()
+    assert {what: seen for what, seen in swarm.most.items() if seen > limits[what]} == {}
+    # It was pressed: the limits were what stopped it.
+    for what in ("events", "streams of one peer", "slots"):
+        assert swarm.most[what] == limits[what], (what, swarm.most)
+    assert swarm.most["calls in progress"] > MAX_CALLS / 2  # at the limit the stream ends
+    assert swarm.evictions()
+    assert swarm.refused == len(swarm.flooding)
+    admitted = {facts["replica"] for _, _, point, facts in swarm.events if point == "admitted"}
+    assert {f"{name}#1" for name in JOINERS} <= admitted
