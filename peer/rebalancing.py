@@ -199,6 +199,9 @@ class Rebalancing:
     def admitted(self, member: Member) -> None:
         """A replica takes part from now on. If it came to replace another, that is a move."""
         old, peer = self.leader.members.get(member.offer.replaces), self._of(member.incarnation)
+        if member.offer.second:
+            peer.fetching, peer.fetching_until = None, -math.inf
+            return
         if member.arrived or (old is None and peer.target != member.stage):
             return
         member.arrived = True
@@ -243,13 +246,15 @@ class Rebalancing:
                 self._order_second(order, table, now)
 
     def _order_second(self, order: Second, table: LoadTable, now: float) -> None:
-        for member in self.leader.members:
-            if peer_of(member.incarnation) == order.peer and member.standing is Standing.SERVING:
+        lives = [m for m in self.leader.members if peer_of(m.incarnation) == order.peer]
+        if any(each.stage == order.stage for each in lives):
+            return  # it has come from there, and not left yet
+        for member in lives:
+            if member.standing is Standing.SERVING and not member.leaving:
                 peer = self._of(member.incarnation)
                 peer.fetching, peer.fetching_until = order.stage, now + RESERVED_S
                 need = table.stages[order.stage].memory_bytes
-                what = self._order(member, order, need)
-                self.leader.tasks.spawn(what, "second stage")
+                self.leader.tasks.spawn(self._order(member, order, need), "second stage")
                 return
 
     def _forget(self, now: float) -> None:
