@@ -189,6 +189,7 @@ class Orders:
             {
                 "silent_s": float(server.compute.silent_s()),
                 "updating": server.compute.updating,
+                "sending": server.links.sending,
                 "phase": entry.phase.value if entry else "absent",
             }
         )

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from swarm.errors import StreamClosedError, SwarmError
 from swarm.net.channel import Channel
@@ -31,6 +31,15 @@ if TYPE_CHECKING:
 LOOK_S = 2.0
 LISTEN_S = 0.25
 ANSWER_S = 30.0  # for what an event loop answers by itself, behind what is being sent
+
+
+class Stand(NamedTuple):
+    """What a replica answers about itself, and about one microbatch."""
+
+    silent_s: float  # for which its device has finished nothing though it has work
+    updating: bool
+    sending: bool  # tensors wait for a line, or are on their way into one
+    phase: str
 
 
 class Watch:
@@ -90,8 +99,8 @@ class Watch:
         except TimeoutError:
             raise StreamClosedError(f"no answer to {method} within {ANSWER_S:.0f} s") from None
 
-    async def _stand(self, replica: str, index: int = 0) -> tuple[float, bool, str]:
-        """How long its device has finished nothing, at what, and the phase of a microbatch."""
+    async def _stand(self, replica: str, index: int = 0) -> Stand:
+        """Where it stands, and with it the microbatch `index`."""
         channel = self.leader.links.open_channel(replica)
         if channel is None:
             raise StreamClosedError("no connection to it")
@@ -99,7 +108,12 @@ class Watch:
         silent_s = answer.get("silent_s")
         if not isinstance(silent_s, float) or not 0 <= silent_s < math.inf:
             raise StreamClosedError("does not say where it stands")
-        return silent_s, answer.get("updating") is True, str(answer.get("phase"))[:20]
+        return Stand(
+            silent_s,
+            answer.get("updating") is True,
+            answer.get("sending") is True,
+            str(answer.get("phase"))[:20],
+        )
 
     async def run(self, step: Step, owing: Callable[[], Collection[str]]) -> None:
         """Look after those who owe something, until cancelled. `owing()` gives them."""
@@ -114,7 +128,7 @@ class Watch:
     async def _look_at(self, step: Step, replica: str) -> None:
         loop = asyncio.get_running_loop()
         try:
-            silent_s, updating, _ = await self._stand(replica)
+            silent_s, updating, _, _ = await self._stand(replica)
         except SwarmError as error:
             self.leader.expel(step, replica, str(error))
             return
@@ -160,7 +174,7 @@ class Watch:
         leader = self.leader
         for replica in sorted(step.active):
             channel = leader.links.open_channel(replica)
-            silent = channel is not None and channel.silent_s() > SUSPECT_S
+            silent = channel is not None and channel.silent_s() > SUSPECT_S * channel.unevenness
             if silent and replica not in self.suspects:
                 self.suspects.add(replica)
                 leader.probe("suspected", step=step.number, replica=replica)
@@ -183,17 +197,21 @@ class Watch:
     async def holder(self, step: Step, issue: Issue) -> int | None:
         """Which hop an overdue call waits for: the last one that has it. None: ask again later.
 
-        One that has counted it has answered, so the one before it is to blame.
+        One that has counted it has answered, so the one before it is to blame. What a slow line
+        still carries is not lost: if that line has died, its silence says so.
         """
         for hop in range(len(issue.route) - 1, -1, -1):
             try:
-                silent_s, _, phase = await self._stand(issue.route[hop], issue.index)
+                stand = await self._stand(issue.route[hop], issue.index)
             except SwarmError:
                 return hop
-            if phase == "counted":
+            if stand.phase == "absent":
+                continue
+            if stand.sending:
+                return None
+            if stand.phase == "counted":
                 return max(hop - 1, 0)
-            if phase in ("forward", "backward") and silent_s > 0:
+            if stand.phase in ("forward", "backward") and stand.silent_s > 0:
                 return None  # its device works at something: whether it hangs is asked elsewhere
-            if phase != "absent":
-                return hop
-        return 0
+            return hop
+        return None if self.leader.links.sending else 0

@@ -30,6 +30,9 @@ from swarm.wire.frames import encode_frame, read_frame
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 5.0
+GAPS = 2.0  # times the longest silence of late that a silence may last
+GAPS_FADE_S = 60.0  # until that one counts half
+LONGEST_SILENCE = 6.0  # times the silence of an even line, whatever the gaps
 SLIGHT_S = 0.001  # so that a look at the limit comes after it
 MAX_CALLS_IN_PROGRESS = 1024
 BULK_QUEUE_BYTES = 64 << 20
@@ -98,6 +101,10 @@ class Channel:
     `run` must be awaited by its owner; it returns when the channel has ended, and `ended` then
     says why. Every call waiting at that moment raises StreamClosedError. `allocate` gives the uint8
     memory that received tensors land in.
+
+    Silence ends it after `silence_s`, on a line that has been even. A full and lossy uplink is not:
+    what lives there falls silent for seconds and goes on, so twice the longest gap of late is
+    allowed.
     """
 
     def __init__(
@@ -115,6 +122,7 @@ class Channel:
         self.remote: Header = {}
         self.ended: StreamClosedError | None = None
         self.last_heard = 0.0
+        self._gap_s = 0.0  # the longest silence so far, fading
         self._stream, self._methods, self._hello = stream, methods, hello
         self._heartbeat_s, self._silence_s = heartbeat_s, silence_s
         self._pending: dict[int, _Pending] = {}
@@ -267,15 +275,27 @@ class Channel:
         """Seconds since anything came, at most a heartbeat too many."""
         return asyncio.get_running_loop().time() - self.last_heard
 
+    @property
+    def patience_s(self) -> float:
+        """The silence that ends it."""
+        return self._silence_s * self.unevenness
+
+    @property
+    def unevenness(self) -> float:
+        """How many times longer than on an even line silences last here, of late; at least 1."""
+        return min(max(GAPS * self._gap_s / self._silence_s, 1.0), LONGEST_SILENCE)
+
     async def _watch(self) -> None:
         """Ping while there is silence from us, end the channel after silence from there."""
         loop = asyncio.get_running_loop()
         heard_bytes = self._stream.received_bytes
         self.last_heard = checked_at = loop.time()
         while True:
-            pause = min(self._heartbeat_s, max(self._silence_s - self.silent_s(), 0.0) + SLIGHT_S)
+            pause = min(self._heartbeat_s, max(self.patience_s - self.silent_s(), 0.0) + SLIGHT_S)
+            silent_s = self.silent_s()
             await asyncio.sleep(pause)
             now = loop.time()
+            self._gap_s *= 0.5 ** (pause / GAPS_FADE_S)
             # A process that was itself stopped must not take its own silence for the peer's.
             overslept = now - checked_at - pause
             if overslept > self._heartbeat_s:
@@ -283,8 +303,9 @@ class Channel:
             if self._stream.received_bytes != heard_bytes:  # parts of a frame, some time since
                 heard_bytes = self._stream.received_bytes
                 self.last_heard = max(self.last_heard, checked_at)
+                self._gap_s = max(self._gap_s, silent_s)
             checked_at = now
-            if self.silent_s() >= self._silence_s:
+            if self.silent_s() >= self.patience_s:
                 self.end(f"silent for {self.silent_s():.0f} s")
                 return
             if not self._urgent and not self._bulk:

@@ -167,6 +167,28 @@ def test_silence_ends_the_channel_within_seconds_and_work_does_not() -> None:
     with_pair(check)
 
 
+def test_an_uneven_line_may_be_silent_for_longer() -> None:
+    """Twice as long as it was of late; on an even line a silence ends it as ever."""
+
+    async def check(pair: Pair, channel: Channel) -> None:
+        async def silent(seconds: float) -> None:
+            pair.network.freeze("b")
+            await asyncio.sleep(seconds)
+            pair.network.thaw("b")
+            await asyncio.sleep(1.5)
+
+        await silent(4.0)
+        assert channel.unevenness > 1.0
+        await silent(5.5)
+        assert channel.ended is None
+        await asyncio.sleep(600.0)
+        assert channel.unevenness == 1.0
+        await silent(5.5)
+        assert channel.ended is not None
+
+    with_pair(check)
+
+
 def test_death_ends_every_call_at_once() -> None:
     async def check(pair: Pair, channel: Channel) -> None:
         loop = asyncio.get_running_loop()
