@@ -223,6 +223,7 @@ def take_over(
         source = run_dir
     one = (source / checkpoints.MANIFEST).is_file()
     choices = [source] if one else checkpoints.newest_first(source)
+    refused: DataError | None = None
     for path in choices:
         try:
             reader = CheckpointReader(path, pipeline, config.optimizer)
@@ -231,12 +232,15 @@ def take_over(
             if one:
                 raise
             say(f"passed over checkpoint {path.name}: {error.message}")
+            refused = error
             continue
         inside = path.resolve().parent == (run_dir / "checkpoints").resolve()
         return origin if inside else _adopt(reader, run_dir, config)
     mine = source.resolve() == run_dir.resolve()
     if mine and (source / "run.json").exists() and not (source / PARENT).exists():
         return Origin(0)
+    if refused is not None:
+        raise DataError(f"cannot go on from {source}: {refused.message}", refused.remedy)
     raise DataError(
         f"{source} holds no complete checkpoint", "set [checkpoint] every, or start from the file"
     )

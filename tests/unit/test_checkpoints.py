@@ -253,6 +253,20 @@ def test_export_says_what_is_wrong(tmp_path: Path) -> None:
         export_checkpoint(tmp_path, tmp_path / "out")
 
 
+def test_resuming_says_why_no_checkpoint_will_do(tmp_path: Path) -> None:
+    """That there is none would send the reader to look for one."""
+    from peer.resume import take_over
+    from swarm.model import build_pipeline
+
+    config, said = a_config(), list[str]()
+    checkpointed(config, tmp_path / "run")
+    with pytest.raises(DataError, match="another optimizer") as refused:
+        take_over(tmp_path / "run", tmp_path / "new", config, build_pipeline(config), said.append)
+    assert refused.value.message.startswith(f"cannot go on from {tmp_path / 'run'}: ")
+    assert "[optimizer]" in refused.value.remedy
+    assert [line.split(":")[0] for line in said] == ["passed over checkpoint step-4"]
+
+
 def test_a_bpe_kept_with_the_checkpoint_is_exported(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
