@@ -301,7 +301,8 @@ def run_chaos(
     from swarm.config import load_config
 
     config = load_config(path)
-    counts = parse_peers(peers) if peers else dict.fromkeys(range(config.model.stages), 2)
+    default = dict.fromkeys(range(config.model.stages), 2)
+    counts = default if peers is None else parse_peers(peers)
     trainer = spare_identity()
     with importing(config, 1) as server:
         config = stamped(config, trainer.peer_id)
@@ -314,6 +315,7 @@ def run_chaos(
             seed=seed,
             every_s=every_s,
             identity_path=trainer.path,
+            claimed=True,
             server=server,
         )
         print(f"{len(run.faults)} faults in {minutes:g} minutes, seed {seed}; files in {run_dir}")

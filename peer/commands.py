@@ -184,16 +184,17 @@ def _holds(run_dir: Path, config: RunConfig) -> bool:
 
 
 def led_by(run_dir: Path) -> Identity:
-    """The identity of this machine that led the run in `run_dir`.
+    """The identity of this machine that led the run in `run_dir`, claimed.
 
-    Raises ConfigError when it is not here: only a trainer that the run names can go on with it.
+    Raises ConfigError when it is not here (only a trainer that the run names can go on with it),
+    StorageError when another process uses it.
     """
-    from swarm.net.identity import load_identity
+    from swarm.net.identity import claim_identity_file, load_identity
 
     named = config_in(run_dir).run.trainers
     for path in sorted((data_home() / "trainer").glob("identity*.key")):
-        if (found := load_identity(path)).peer_id in named:
-            return found
+        if load_identity(path).peer_id in named:
+            return claim_identity_file(path)
     raise ConfigError(
         f"this machine has not the identity that led {run_dir}",
         "resume where it was led, or list another trainer in run.trainers to begin a new run",
@@ -201,12 +202,10 @@ def led_by(run_dir: Path) -> Identity:
 
 
 def spare_identity() -> Identity:
-    """An identity that nobody leads with, for a process of this machine to claim."""
+    """An identity that nobody leads with, claimed: a swarm started meanwhile takes another."""
     from swarm.net.identity import claim_identity
 
-    mine = claim_identity(data_home() / "trainer")
-    mine.release()
-    return mine
+    return claim_identity(data_home() / "trainer")
 
 
 def stamped(config: RunConfig, trainer: str) -> RunConfig:
@@ -273,15 +272,15 @@ def run_locally(
     from peer.show import follow
 
     config = load_config(run)
-    counts = parse_peers(peers) if peers else dict.fromkeys(range(config.model.stages), 1)
+    default = dict.fromkeys(range(config.model.stages), 1)
+    counts = default if peers is None else parse_peers(peers)
     if sorted(counts) != list(range(config.model.stages)):
         raise ConfigError(
             f"--peers names stages {sorted(counts)}, the run has 0 to {config.model.stages - 1}",
             "give every stage at least one replica",
         )
-    trainer, same = spare_identity(), None
-    if resume is not None and (same := continued(config, resume)) is not None:
-        trainer = led_by(same)
+    same = None if resume is None else continued(config, resume)
+    trainer = spare_identity() if same is None else led_by(same)
     with importing(config, threads or max(1, num_cores() // sum(counts.values()))) as server:
         config = stamped(config, trainer.peer_id)
         run_dir = same or fresh_directory(config, directory)
@@ -290,6 +289,7 @@ def run_locally(
                 config,
                 run_dir,
                 identity_path=trainer.path,
+                claimed=True,
                 peers=counts,
                 steps=steps,
                 report=report,

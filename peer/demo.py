@@ -43,6 +43,7 @@ def run_demo(directory: Path | None, *, plain: bool, minutes: float) -> None:
                 config,
                 run_dir,
                 identity_path=trainer.path,
+                claimed=True,
                 peers=peers,
                 report=run_dir / "report.jsonl",
                 deadline_s=max(minutes * 60 - (time.monotonic() - began), 1.0),

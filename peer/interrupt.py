@@ -11,6 +11,12 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
+def stop_signals() -> list[signal.Signals]:
+    """What asks a command to stop. One that is ignored already, as under nohup, stays so."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    return [each for each in signals if signal.getsignal(each) is not signal.SIG_IGN]
+
+
 def until_interrupted(
     main: Coroutine[Any, Any, T], on_first: Callable[[], Coroutine[Any, Any, bool]] | None = None
 ) -> T:
@@ -38,7 +44,7 @@ def until_interrupted(
                 os._exit(130)
             leaving.append(loop.create_task(leave()))
 
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in stop_signals():
             loop.add_signal_handler(number, on_signal)
         try:
             return await task

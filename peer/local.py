@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import swarm.errors
+from peer.interrupt import stop_signals
 from peer.local_process import ForkServer, ForkServerError
 from peer.local_table import (
     LocalProcess,
@@ -49,7 +50,8 @@ _PORT_LIMIT_S = 15.0
 class LocalSwarm:
     """One leader and its peers. Use `await swarm.run()`, or start, wait and stop by hand.
 
-    `config` is stamped (`peer.launch.stamp`) with the identity in `identity_path`. `peers` is
+    `config` is stamped (`peer.launch.stamp`) with the identity in `identity_path`. The leader
+    claims it, unless this process has `claimed` it for as long as the swarm lives. `peers` is
     {stage: replicas} or a sequence of (stage, threads or None); a stage of None is `auto`.
     `resume` is a run directory or checkpoint to go on from. `server` is one that `warm_up` began.
     `say` gets a line when a process dies, `on_step` each step's line of the report.
@@ -67,6 +69,7 @@ class LocalSwarm:
         *,
         peers: Mapping[int, int] | Sequence[tuple[int | None, int | None]] | None = None,
         identity_path: Path | None = None,
+        claimed: bool = False,
         steps: int | None = None,
         report: Path | None = None,
         threads: int | None = None,
@@ -89,6 +92,7 @@ class LocalSwarm:
         check_stages([stage for stage, _ in peers], num_stages)
         self.config, self.run_dir = config, Path(run_dir)
         self.identity_path = identity_path or self.run_dir / "trainer" / "identity.key"
+        self._claimed = claimed
         self.threads = threads or max(1, num_cores() // len(peers))
         self.processes: dict[str, LocalProcess] = {}
         self.link = ""
@@ -129,9 +133,7 @@ class LocalSwarm:
             elif not self._stopping:
                 task.cancel()
 
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        # One that is ignored already, as under nohup, stays so.
-        caught = [each for each in signals if signal.getsignal(each) is not signal.SIG_IGN]
+        caught = stop_signals()
         for number in caught:
             loop.add_signal_handler(number, interrupt, number)
         try:
@@ -294,6 +296,7 @@ class LocalSwarm:
             "config": self.config.model_dump(mode="json"),
             "run_dir": str(self.run_dir),
             "identity_path": str(self.identity_path),
+            "claimed": self._claimed,
             "steps": self._steps,
             "report": None if self._report_path is None else str(self._report_path),
             "start_with": self._start_with(),

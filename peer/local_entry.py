@@ -61,12 +61,13 @@ def leader(
         from peer.report import step_line
         from peer.run_leader import LeaderProcess
         from swarm.config import parse_config
-        from swarm.net.identity import claim_identity_file
+        from swarm.net.identity import claim_identity_file, load_identity
 
+        identify = load_identity if arguments["claimed"] else claim_identity_file
         process = (make or LeaderProcess)(
             parse_config(arguments["config"]),
             Path(arguments["run_dir"]),
-            claim_identity_file(arguments["identity_path"]),
+            identify(arguments["identity_path"]),
             steps=arguments["steps"],
             report=_path(arguments["report"]),
             start_with={int(stage): count for stage, count in arguments["start_with"].items()},

@@ -14,6 +14,8 @@ from swarm.errors import ConfigError
 from swarm.model.hf_config import quiet
 from swarm.model.huggingface import token_loss
 
+MAX_SEED = 2**63  # torch takes no larger one
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -72,8 +74,10 @@ def generate(
     The same seed gives the same text on the same machine. Old context is dropped where the model
     has fewer positions. Raises ConfigError.
     """
-    if max_new_tokens < 1 or temperature < 0:
-        raise ConfigError("max_new_tokens must be at least 1 and temperature at least 0")
+    if max_new_tokens < 1 or not 0 <= temperature < math.inf or not 0 <= seed < MAX_SEED:
+        raise ConfigError(
+            "tokens must be at least 1, temperature at least 0 and finite, seed 0 to 2^63 - 1"
+        )
     model, tokenizer = load_exported(directory, device), load_tokenizer(directory)
     end = model.generation_config.eos_token_id
     ids = tokenizer(text, return_tensors="pt").input_ids if text else None

@@ -113,7 +113,8 @@ def load_identity(path: str | os.PathLike[str], *, create: bool = True) -> Ident
         return _parse(path, data)
     except (ValueError, TypeError):
         raise StorageError(
-            f"{path} is not a libp2p private key", "remove the file to get a new identity"
+            f"{path} is not a libp2p private key",
+            "name another file with --identity; where there is none, a new identity is made",
         ) from None
 
 

@@ -367,7 +367,10 @@ def _start_error(output: str) -> ListenError:
     if match:
         return _listen_error(match[1], match[2].strip())
     last = re.sub(r"^\d{4}/\d\d/\d\d \d\d:\d\d:\d\d ", "", output)
-    return ListenError(f"the network daemon did not start: {last or 'no message'}")
+    return ListenError(
+        f"the network daemon did not start: {last or 'no message'}",
+        "check --listen and --announce, as in /ip4/0.0.0.0/tcp/4001",
+    )
 
 
 def _listen_error(address: str, reason: str) -> ListenError:

@@ -121,6 +121,7 @@ def test_peers_that_do_not_fit_the_run(tmp_path: Path) -> None:
     run = toml(tmp_path / "run.toml", steps=1)
     assert "'x' is not a stage and a number" in fails(CONFIG, "up", run, "--peers", "x")
     assert "has 0 to 2" in fails(CONFIG, "up", run, "--peers", "0:1,1:1")
+    assert "'' is not a stage and a number" in fails(CONFIG, "up", run, "--peers", "")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,6 +75,9 @@ def test_generated_text_depends_on_the_seed_alone(tmp_path: Path) -> None:
               for seed in (1, 2)}  # fmt: skip
     assert len(greedy) == 1
     assert generate(tmp_path / "out", "", max_new_tokens=3) != ""
+    for wrong in ({"temperature": math.nan}, {"temperature": -1.0}, {"seed": -1}, {"seed": 2**63}):
+        with pytest.raises(ConfigError, match="temperature at least 0 and finite"):
+            generate(tmp_path / "out", "def f(", **wrong)
 
 
 def test_the_loss_of_an_export_is_that_of_the_stages(tmp_path: Path) -> None:

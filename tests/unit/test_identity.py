@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from peer.commands import spare_identity
 from swarm.errors import StorageError
 from swarm.net.hivemind_quiet import import_hivemind
 from swarm.net.identity import (
@@ -93,3 +94,16 @@ def test_bad_file_is_one_line(tmp_path: Path, content: bytes) -> None:
         load_identity(path)
     with pytest.raises(StorageError, match="cannot read or write"):
         load_identity(tmp_path)
+
+
+def test_swarms_started_at_once_on_one_machine_have_trainers_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is still checking its data, and leads nothing yet, when the second chooses."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    first, second = spare_identity(), spare_identity()
+    try:
+        assert first.peer_id != second.peer_id
+    finally:
+        first.release()
+        second.release()
