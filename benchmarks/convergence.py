@@ -1,4 +1,4 @@
-"""Convergence: what codecs between stages and the subspace cost in loss, in paired runs.
+"""Convergence: what codecs between stages, the subspace and *delayed* cost in loss, in paired runs.
 
 One process trains the stages of a run one after another, and sends what crosses their boundaries
 through the very code that a replica uses (`BoundaryCodecs`, `decode`, `StageState`). So a run here
@@ -16,7 +16,7 @@ it anew. A byte-level Llama of 6 layers in 3 stages; 1.2 M parameters at hidden 
     python benchmarks/convergence.py DIR [--all] [--seeds 3] [--settings exact,int8] [--hidden 128]
 
 Settings: `exact`; codecs for both directions (`bfloat16`, `int8`, `int4`, …, or FORWARD/BACKWARD as
-`int4/int8`); any of these with `~` at the end rounds stochastically; `subspace-K`.
+`int4/int8`); any of these with `~` at the end rounds stochastically; `subspace-K`; `delayed`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import math
 import statistics
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +37,22 @@ from _helpers import print_results, result
 from torch import Tensor
 
 from peer.launch import plan_of
+from swarm.averaging.policy import POLICIES
 from swarm.config import RunConfig, parse_config
 from swarm.config_text import DEMO_MODEL
 from swarm.data import build_dataset
+from swarm.delayed_state import new_state
 from swarm.model import build_pipeline, model_sha256
 from swarm.optim import clip_scale
-from swarm.stage_state import GradientFacts, Graph, StageState, rounded
+from swarm.stage_state import GradientFacts, Graph, rounded
 from swarm.wire.boundaries import BACKWARD, FORWARD, BoundaryCodecs
 from swarm.wire.codecs import WireTensor, decode
 
 STAGES, SEQUENCE, SIZE, MICROBATCHES = 3, 128, 4, 8
 STEP_TOKENS = SEQUENCE * SIZE * MICROBATCHES
 SUBSPACES, HIDDEN = ("subspace-8", "subspace-16", "subspace-32", "subspace-64"), (128, 256, 384)
-GOALS = {"int8": 0.005, "int4": 0.01, "subspace-32": 0.02}  # at hidden 128
-SHORT = ("exact", "int8", "int4", "subspace-32")
+GOALS = {"int8": 0.005, "int4": 0.01, "delayed": 0.005, "subspace-32": 0.02}  # at hidden 128
+SHORT = ("exact", "int8", "int4", "delayed", "subspace-32")
 CODECS = ("bfloat16", "int8", "int4", "int8~", "int4~", "int4/int8")
 
 
@@ -59,7 +62,7 @@ def sections(setting: str, hidden: int, seed: int, steps: int, lr: float) -> dic
     wire: dict[str, Any] = {}
     if setting.startswith("subspace-"):
         model["subspace"] = int(setting.removeprefix("subspace-"))
-    elif setting != "exact":
+    elif setting not in POLICIES:
         forward, _, backward = setting.removesuffix("~").partition("/")
         wire = {"forward": forward, "backward": backward or forward}
         wire["rounding"] = "stochastic" if setting.endswith("~") else "nearest"
@@ -73,6 +76,7 @@ def sections(setting: str, hidden: int, seed: int, steps: int, lr: float) -> dic
         "optimizer": {"lr": lr},
         "schedule": {"kind": "cosine", "warmup_steps": min(50, steps), "steps": steps},
         "wire": wire,
+        "update": {"policy": setting if setting in POLICIES else "exact"},
     }
 
 
@@ -95,9 +99,10 @@ class Chain:
         self.pipeline, self.data = build_pipeline(config), build_dataset(config)
         self.codecs = BoundaryCodecs.of(config)
         self.states = [
-            StageState(
-                self.pipeline.build_stage(stage),
+            new_state(
+                partial(self.pipeline.build_stage, stage),
                 config.optimizer,
+                steps_in_flight=self.plan.steps_in_flight,
                 accumulate=config.update.accumulate,
             )
             for stage in range(self.pipeline.num_stages)
@@ -131,14 +136,16 @@ class Chain:
         between: Sequence[Tensor] = ()
         last = len(self.states) - 1
         for stage, state in enumerate(self.states):
-            graph = state.forward(step, index, between, batch, divisor if stage == last else None)
+            version, divided_by = state.live[0], divisor if stage == last else None
+            graph = version.forward(step, index, between, batch, divided_by)
             graphs.append(graph)
             if stage < last:
                 sent = self.codecs.encode(graph.outputs, stage, FORWARD, (step, index))
                 between = self._arrive(sent, FORWARD)
         gradients: Sequence[Tensor] | None = None
         for stage in range(last, -1, -1):
-            answers = self.states[stage].backward(graphs[stage], gradients, count=True)
+            version = self.states[stage].live[0]
+            answers = version.backward(graphs[stage], gradients, count=True)
             if stage:
                 sent = self.codecs.encode(answers, stage - 1, BACKWARD, (step, index))
                 gradients = self._arrive(sent, BACKWARD)
@@ -253,7 +260,7 @@ def main() -> None:
     wanted = [(int(h), s) for h in options.hidden.split(",") for s in options.settings.split(",")]
     if options.all:
         wanted = [(h, s) for h in HIDDEN for s in ("exact", *SUBSPACES)]
-        wanted += [(HIDDEN[0], s) for s in CODECS]
+        wanted += [(HIDDEN[0], s) for s in (*CODECS, "delayed")]
     runs: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     options.directory.mkdir(parents=True, exist_ok=True)

@@ -38,8 +38,9 @@ class Admission:
         self.leader = leader
         self.finished = False
         self._numerics = ""
-        self._met: set[str] = set()  # replicas this term has asked what they counted before it
-        self._resetting: dict[str, Member] = {}
+        # Replicas this term has asked what they had counted in a step before it.
+        self._met: set[tuple[str, int]] = set()
+        self._resetting: dict[tuple[str, int], Member] = {}  # by name, and which step (`_place_of`)
         self._taken_in = asyncio.Event()  # one of them is, or will not be now
         self._hold_from = 0
         self._marks: dict[tuple[int, int], dict[str, str]] = {}  # fingerprints after (step, stage)
@@ -166,23 +167,33 @@ class Admission:
             self.leader.tell(member.incarnation, "roster", {"roster": roster})
 
     def reconcile(self) -> None:
-        """Take into the current step whoever can be: called whenever something may have changed."""
-        leader = self.leader
-        step = leader.step
-        if step is None or leader.averaging:
-            return
-        now = asyncio.get_running_loop().time()
-        for member in leader.members:
-            if self._resetting.get(member.incarnation) is member or not self._waits(member):
-                continue
-            if member.held_off_until <= now or not step.replicas(member.stage):
-                self._resetting[member.incarnation] = member
-                leader.tasks.spawn(self._take_in(member), f"admit {member.incarnation[-8:]}")
+        """Take into the steps under way whoever can be: called whenever something may have changed.
 
-    def _waits(self, member: Member) -> bool:
-        if self.leader.members.can_spare(member):
+        Not into the one that is averaged.
+        """
+        leader, now = self.leader, asyncio.get_running_loop().time()
+        for step in leader.live:
+            if leader.is_averaged(step):
+                continue
+            for member in leader.members:
+                place = self._place_of(member, step)
+                if self._resetting.get(place) is member or not self._waits(member, step):
+                    continue
+                if member.held_off_until <= now or not step.replicas(member.stage):
+                    self._resetting[place] = member
+                    taking = self._take_in(member, step)
+                    leader.tasks.spawn(taking, f"admit {member.incarnation[-8:]}")
+
+    def _place_of(self, member: Member, step: Step) -> tuple[str, int]:
+        """One reset at a time of each part that a replica has."""
+        return member.incarnation, step.number % self.leader.plan.steps_in_flight
+
+    def _waits(self, member: Member, step: Step) -> bool:
+        if self.leader.members.can_spare(member) or member.incarnation in step.active:
             return False
-        return member.standing in (Standing.READY, Standing.EXPELLED)
+        if member.standing is Standing.SERVING:
+            return self.leader.plan.steps_in_flight > 1  # in another step
+        return member.standing is not Standing.JOINING
 
     async def hold(self, step: Step, worked_s: float) -> bool:
         """Before averaging: wait for those being taken in who came too late for a step before.
@@ -190,7 +201,7 @@ class Admission:
         At most once in `HOLD_EVERY` steps, and no longer than the step has taken so far. True when
         it has waited; then the step may have changed.
         """
-        late = [each for each in self._resetting.values() if each.passed_over]
+        late = {place: each for place, each in self._resetting.items() if each.passed_over}
         if not late or step.number < self._hold_from:
             return False
         self._hold_from = step.number + HOLD_EVERY
@@ -198,7 +209,7 @@ class Admission:
         try:
             async with asyncio.timeout(worked_s):
                 for _ in range(MAX_TAKES):
-                    while any(self._resetting.get(each.incarnation) is each for each in late):
+                    while any(self._resetting.get(place) is late[place] for place in late):
                         self._taken_in.clear()
                         await self._taken_in.wait()
                     self.reconcile()  # who was being taken into the step before, into this one
@@ -206,18 +217,24 @@ class Admission:
             log.debug("step %d waits no longer for %d", step.number, len(late))
         return True
 
-    async def _take_in(self, member: Member) -> None:
-        leader = self.leader
+    async def _take_in(self, member: Member, step: Step | None = None) -> None:
+        """Into `step`, or the newest: a reset, or what it has counted under an earlier leader."""
+        leader, step = self.leader, step or self.leader.step
+        if step is None:
+            return
         try:
-            step, channel = leader.step, leader.links.open_channel(member.incarnation)
-            if step is None or channel is None:
+            channel = leader.links.open_channel(member.incarnation)
+            if channel is None or step not in leader.live:
                 return
-            if leader.record is not None and member.step < step.number:
+            if leader.record is not None and member.step < leader.next_step:
                 await self.send_commit(member, leader.record)
-            if member.step != step.number or not self._waits(member) or leader.step is not step:
+            if member.step != leader.next_step or not self._waits(member, step):
                 return
-            if leader.adopting and member.incarnation not in self._met:
-                self._met.add(member.incarnation)
+            if step not in leader.live:
+                return
+            met = (member.incarnation, step.number)
+            if leader.microbatches_of(step).adopting and met not in self._met:
+                self._met.add(met)
                 if await self._adopt(member, step, channel):
                     return
             body = {
@@ -245,22 +262,23 @@ class Admission:
         except SwarmError as error:
             log.debug("could not take in %s: %s", member.incarnation[-8:], error)
         finally:
-            if self._resetting.get(member.incarnation) is member:
-                del self._resetting[member.incarnation]
+            if self._resetting.get(self._place_of(member, step)) is member:
+                del self._resetting[self._place_of(member, step)]
             member.passed_over = member.standing is Standing.READY
             self._taken_in.set()
 
     async def _adopt(self, member: Member, step: Step, channel: Channel) -> bool:
         """In the step an earlier leader began: what a replica has counted stands, if it can."""
         leader = self.leader
-        answer = await leader.watch.ask(channel, "inspect", {"term": list(leader.term)})
+        body = {"term": list(leader.term), "step": step.number}
+        answer = await leader.watch.ask(channel, "inspect", body)
         if answer.get("step") != step.number or not self._may_enter(member, step):
             return False
         counted, losses = self._read_work(answer, step)
         if not step.adopt(member.incarnation, member.stage, counted):
             return False
         last = member.stage == leader.pipeline.num_stages - 1  # nobody else knows a loss
-        leader.microbatches.adopted(losses if last else {})
+        leader.microbatches_of(step).adopted(step, losses if last else {})
         self._admitted(member, step)
         return True
 
@@ -283,10 +301,11 @@ class Admission:
     def _may_enter(self, member: Member, step: Step) -> bool:
         leader = self.leader
         known = leader.members.get(member.incarnation) is member
-        return known and leader.step is step and not leader.averaging
+        return known and step in leader.live and not leader.is_averaged(step)
 
     def _admitted(self, member: Member, step: Step) -> None:
-        member.standing, member.reason, member.failures = Standing.SERVING, "", 0
+        if step is self.leader.step:  # it goes on in the next one
+            member.standing, member.reason, member.failures = Standing.SERVING, "", 0
         self.leader.probe("admitted", step=step.number, replica=member.incarnation)
         self.leader.rebalancing.admitted(member)
         self.leader.wake.set()
@@ -315,7 +334,7 @@ class Admission:
         if member.step == record.step + 1:
             self._compare(member, record, answer)
             # One that asked after the next step began has a part in it, and goes at its commit.
-            engaged = leader.step is not None and member.incarnation in leader.step.active
+            engaged = any(member.incarnation in each.active for each in leader.live)
             if member.leaving and not engaged and leader.members.may_go(member):
                 member.released = True
                 leader.tell(member.incarnation, "finish", {})
@@ -350,16 +369,17 @@ class Admission:
     def diverged(self, replica: str, step: int, *, tie: bool) -> None:
         """Its state after `step` is not its stage's: its part is void, and it fetches the state."""
         leader, current = self.leader, self.leader.step
+        live = list(leader.live)
         reason = "its state differs from its twin's" if tie else "its state differs"
         leader.probe("diverged", step=step, replica=replica)
         member = leader.members.get(replica)
-        tainted = current is not None and any(replica in hops for hops in current.hops)
+        tainted = any(replica in hops for each in live for hops in each.hops)
         leader.expel(current, replica, reason)
         if member is not None:
             member.standing, member.reason = Standing.JOINING, reason
-        if current is not None and tainted:
+        if tainted:
             # What it sent to its neighbours was wrong, and is in what they have counted.
-            for name in sorted(current.active):
+            for name in sorted({name for each in live for name in each.active}):
                 leader.expel(current, name, "the step starts anew")
         leader.tell(replica, "refetch", {"term": list(leader.term)})
 
@@ -371,4 +391,5 @@ class Admission:
         return agree(marks, [each.incarnation for each in self.leader.members]).agreed
 
     def forget(self, incarnation: str) -> None:
-        self._resetting.pop(incarnation, None)
+        for place in [each for each in self._resetting if each[0] == incarnation]:
+            del self._resetting[place]

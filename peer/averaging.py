@@ -90,7 +90,8 @@ class Averaging:
         attempt = leader.attempt = step.next_attempt()
         ballot = Ballot(leader.term, step.number, attempt)
         groups = step.groups()
-        prepared = Prepared(groups, total(leader.microbatches.losses.values()))
+        losses = leader.microbatches_of(step).losses
+        prepared = Prepared(groups, total(losses.values()))
         calls = {}
         for group in groups:
             shares = self._shares(group.members)

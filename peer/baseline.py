@@ -1,9 +1,9 @@
 """The oracle: the same run in one process, without a network, a leader or replicas.
 
-It shares with the swarm what computes numbers (`StageState`, the optimizer, the schedule, the
-data) and nothing else. With lossless codecs and `accumulate = "float64"` a swarm under any failures
-ends with the sha256 this ends with, on the same kind of device (DESIGN, I6). The whole model is one
-stage here, so equality also shows that the cut changes nothing.
+It shares with the swarm what computes numbers (`StageState` or `DelayedState`, the optimizer, the
+schedule, the data) and nothing else. With lossless codecs and `accumulate = "float64"` a swarm
+under any failures ends with the sha256 this ends with, on the same kind of device (DESIGN, I6). The
+whole model is one stage here, so equality also shows that the cut changes nothing.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from torch import Tensor
 
 from peer.leader import Batches, Plan, StepResult
 from peer.snapshots import Snapshot
+from swarm.delayed_state import new_state
 from swarm.model.layout import model_sha256
 from swarm.model.stage import ModelPipeline
 from swarm.optim import OptimizerSettings, clip_scale
-from swarm.stage_state import GradientFacts, StageState, rounded, total
+from swarm.stage_state import GradientFacts, rounded, total
 
 
 class Baseline:
@@ -41,8 +42,13 @@ class Baseline:
         if pipeline.num_stages != 1:
             raise ValueError("the baseline runs the whole model as one stage")
         self.plan, self.pipeline, self.batches = plan, pipeline, batches
-        stage = pipeline.build_stage(0, device)
-        self.state = StageState(stage, optimizer, accumulate=accumulate, device=device)
+        self.state = new_state(
+            lambda: pipeline.build_stage(0, device),
+            optimizer,
+            steps_in_flight=plan.steps_in_flight,
+            accumulate=accumulate,
+            device=device,
+        )
         self.first_step = 0
 
     def resume(self, snapshot: Snapshot) -> None:
@@ -60,18 +66,18 @@ class Baseline:
         state, plan = self.state, self.plan
         batches = [self.batches.batch(step, index) for index in range(plan.num_microbatches)]
         weights = [self.pipeline.weight(batch) for batch in batches]
-        losses = []
+        losses, version = [], state.live[0]
         for index, batch in enumerate(batches):
-            graph = state.forward(step, index, (), self._tensors(batch), float(sum(weights)))
+            graph = version.forward(step, index, (), self._tensors(batch), float(sum(weights)))
             losses.append(float(graph.outputs[0].detach()))
-            state.backward(graph, None, count=True)
+            version.backward(graph, None, count=True)
         gradient = rounded(state.accumulator)
         facts = GradientFacts.of(state.layout, gradient)
         norm = math.sqrt(math.fsum(facts.squared_norms)) if facts.finite else math.nan
         if facts.finite:
             state.apply(gradient, lr=plan.lr(step), scale=clip_scale(norm, plan.clip_norm))
         else:
-            state.clear()
+            state.skip()
         wall_s = time.perf_counter() - began
         result = StepResult(step, total(losses), norm, sum(weights), wall_s)
         if plan.validation_every and (step + 1) % plan.validation_every == 0:

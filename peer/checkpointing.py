@@ -93,7 +93,7 @@ def write_state(
     Raises StorageError.
     """
     layout = stage_layout(pipeline, stage)
-    optimizer: dict[str, Tensor] = {}
+    optimizer: dict[str, Tensor] = {}  # and the version before the newest, if the state has one
     for name, tensor in state.tensors.items():
         if name != "parameters":
             optimizer |= split_state(layout, name.removeprefix("optimizer."), tensor)

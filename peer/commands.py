@@ -342,7 +342,7 @@ def run_baseline(
         whole_model,
     )
     from peer.report import ReportWriter, final_report
-    from peer.resume import CheckpointReader
+    from peer.resume import reader_of
     from peer.view import plain_line
 
     config = load_config(run)
@@ -360,7 +360,7 @@ def run_baseline(
             device=where,
         )
         if resume is not None:
-            whole = CheckpointReader(find_checkpoint(resume), oracle.pipeline, config.optimizer)
+            whole = reader_of(find_checkpoint(resume), config, oracle.pipeline)
             oracle.resume(whole.snapshot(0))
             print(f"resuming from step {whole.step}")
         began, tokens = time.monotonic(), 0

@@ -14,6 +14,7 @@ from peer.downloads import download
 from peer.leader import Leader
 from peer.members import Member, Standing
 from peer.snapshots import Snapshot
+from swarm.delayed_state import PREVIOUS
 from swarm.errors import RefusedError, SwarmError, WireError
 from swarm.model.layout import ParameterLayout, fingerprint
 from swarm.net.channel import Channel
@@ -94,6 +95,8 @@ def state_sizes(leader: Leader, stage: int) -> dict[str, int] | None:
     layout = layout_of(leader, stage)
     state = make_optimizer(leader.plan.optimizer, layout, "meta").state()
     sizes = {f"optimizer.{name}": tensor.numel() for name, tensor in state.items()}
+    if leader.plan.steps_in_flight > 1:
+        sizes[PREVIOUS] = layout.total
     return {"parameters": layout.total, **sizes}
 
 

@@ -6,6 +6,9 @@ members of all stages have prepared the same gradient, then the record is made d
 the commit, and the replicas are told. Whoever fails on the way is asked for a fence or expelled,
 its share is issued again, and the step goes on. `peer.admission` is how replicas come in,
 `peer.watch` notices those that live and do nothing.
+
+With a policy that has two steps in flight (*delayed*) the next step's microbatches go round from
+the moment the step has all of its own: it is worked *ahead* until its predecessor is committed.
 """
 
 from __future__ import annotations
@@ -78,13 +81,14 @@ class Plan:
     """The part of the run config a leader acts on."""
 
     num_microbatches: int
-    num_steps: int
+    num_steps: int  # where the run ends; nothing is worked ahead beyond it
     lr: Callable[[int], float]
     clip_norm: float = 0.0
     validation_every: int = 0
     validation_microbatches: int = 0
     optimizer: OptimizerSettings | None = None  # so that states can be told from nonsense
     gradient_bytes: tuple[float, float] = (8.0, 4.0)  # an element's contribution, and its sum
+    steps_in_flight: int = 1  # of the update policy
 
 
 @dataclass(slots=True)
@@ -139,8 +143,8 @@ class Leader:
         self.rebalancing = Rebalancing(self, moves or MovePolicy())
         self.term = NO_TERM
         self.record: Record | None = None  # the newest commit
-        self.step: Step | None = None
-        self.averaging = False
+        self.live: list[Step] = []  # the steps under way, oldest first
+        self.averaging = False  # the oldest of them
         self.adopting = False  # in a term's first step, which an earlier leader may have begun
         self.wake = asyncio.Event()
         self.left_out = asyncio.Event()  # somebody was expelled: a round may wait for them
@@ -152,13 +156,32 @@ class Leader:
         self.fatal: SwarmError | None = None
         self._doubting: asyncio.Task[None] | None = None
         self.watch = Watch(self)
-        self.microbatches = Microbatches(self)
+        self._microbatches = [Microbatches(self) for _ in range(plan.steps_in_flight)]
         self.averager = Averaging(self)
+        self._ahead: asyncio.Task[None] | None = None  # what keeps the newer of two steps going
 
     @property
     def next_step(self) -> int:
         """The step that is or will be trained: the one after the newest record."""
         return self.record.step + 1 if self.record else 0
+
+    @property
+    def step(self) -> Step | None:
+        """The newest step under way."""
+        return self.live[-1] if self.live else None
+
+    def microbatches_of(self, step: Step) -> Microbatches:
+        """Those of a step under way."""
+        return self._microbatches[step.number % len(self._microbatches)]
+
+    @property
+    def microbatches(self) -> Microbatches:
+        """Those of the newest step."""
+        return self.microbatches_of(self.step) if self.step else self._microbatches[0]
+
+    def is_averaged(self, step: Step) -> bool:
+        """Whether an averaging attempt of `step` runs, so that nobody may come in."""
+        return self.averaging and step is self.live[0]
 
     async def begin(
         self, going_back_to: Origin | None = None, *, accept_loss: bool = False
@@ -180,7 +203,8 @@ class Leader:
                 "epoch", epoch=record.epoch, step=going_back_to.step, checkpoint=record.checkpoint
             )
         self.saved_step = self.record.saved if self.record else 0
-        self.microbatches.adopt_until = asyncio.get_running_loop().time() + ADOPT_S
+        for each in self._microbatches:
+            each.adopt_until = asyncio.get_running_loop().time() + ADOPT_S
         self.tasks.spawn(self.restoring.watch(), "is a state lost")
 
     def _opening(self, origin: Origin) -> Record:
@@ -213,14 +237,15 @@ class Leader:
         """
         loop = asyncio.get_running_loop()
         began = self.step_began_at = loop.time()
-        step = self._begin_step()
-        watching = [
-            self.tasks.spawn(self.watch.run(step, self._owing), "watch"),
-            self.tasks.spawn(self.watch.listen(step), "listen"),
-        ]
+        step = self.live[0] if self.live else self._begin_step()
+        self.averager.begin()
+        if self._ahead is not None:
+            self._ahead.cancel()  # from here on the step is looked after here
+        watching = self._watch(step)
         try:
             while True:
-                await self.microbatches.run(step)
+                await self.microbatches_of(step).run(step)
+                self._begin_ahead(step)
                 if await self.admission.hold(step, loop.time() - began):
                     continue
                 await self.quorum.void(step.number)
@@ -235,8 +260,9 @@ class Leader:
         record = self._make_record(step, prepared)
         await self.quorum.commit(record)
         self.record, self.has_committed = record, True
-        self.adopting = False
-        self.step = None
+        self.adopting = self.averaging = False
+        self.live.remove(step)
+        self.wake.set()  # nothing of a newer step waits for it any more
         self.probe("record", step=record.step)
         self._announce_commit(step, record)
         self.last_step_s = loop.time() - began
@@ -251,27 +277,52 @@ class Leader:
         )
 
     def _begin_step(self) -> Step:
-        number = self.next_step
-        self.microbatches.begin(number)
-        self.averager.begin()
+        number = self.next_step + len(self.live)
         self.router.begin_step()
         step = Step(number, self.plan.num_microbatches, self.pipeline.num_stages, self.router)
         step.tries, step.attempt = self._tries, self.attempt
-        self.step = step
-        self.averaging = False
+        before = [name for each in self.live for name in each.active]
+        self.live.append(step)
+        self.microbatches_of(step).begin(number, before)
         for member in self.members:
             if member.standing is Standing.SERVING and not self.members.can_spare(member):
+                if before and self.adopting:
+                    continue  # an earlier leader may have begun this step too: see what it counted
                 step.admit(member.incarnation, member.stage)
         for stage in range(step.num_stages):
             for name in self.router.replicas(stage):
-                if name not in step.active:  # it leaves, or lost its place between two steps
+                # it leaves, or lost its place between two steps
+                if not any(name in each.active for each in self.live):
                     self.router.remove(name)
         self.admission.reconcile()
         return step
 
-    def _owing(self) -> Collection[str]:
+    def _watch(self, step: Step) -> list[asyncio.Task[None]]:
+        return [
+            self.tasks.spawn(self.watch.run(step, lambda: self._owing(step)), "watch"),
+            self.tasks.spawn(self.watch.listen(step), "listen"),
+        ]
+
+    def _begin_ahead(self, step: Step) -> None:
+        """`step` has all its microbatches: the next one's go round beside what is left of it."""
+        if len(self.live) < self.plan.steps_in_flight and step.number + 1 < self.plan.num_steps:
+            self._ahead = self.tasks.spawn(self._work_ahead(self._begin_step()), "ahead")
+
+    async def _work_ahead(self, step: Step) -> None:
+        """Keep a step complete, or on the way to it, until cancelled."""
+        watching = self._watch(step)
+        try:
+            while True:
+                await self.microbatches_of(step).run(step)
+                self.wake.clear()
+                await self.wake.wait()
+        finally:
+            for task in watching:
+                task.cancel()
+
+    def _owing(self, step: Step) -> Collection[str]:
         """Whom the step waits for."""
-        if self.averaging:
+        if self.is_averaged(step):
             return self.averager.owing
         return {
             name
@@ -300,9 +351,9 @@ class Leader:
         return min(limits, default=0)
 
     @property
-    def in_flight(self) -> Mapping[int, asyncio.Task[None]]:
+    def in_flight(self) -> list[asyncio.Task[None]]:
         """The microbatches that are under way."""
-        return self.microbatches.in_flight
+        return [task for each in self._microbatches for task in each.in_flight.values()]
 
     def encode(self, batch: Mapping[str, np.ndarray]) -> list[WireTensor]:
         """A microbatch's fields as they ride in a call."""
@@ -311,15 +362,20 @@ class Leader:
     # ---- who takes part -------------------------------------------------------------------------
 
     def expel(self, step: Step | None, replica: str, reason: str) -> None:
-        """Void a replica's part of the step; what it had is issued again."""
+        """Void a replica's part of the steps under way, if `step` still is; what it had is issued
+        again."""
         reason = brief(reason)
         member = self.members.get(replica)
         if member is not None and member.standing is Standing.SERVING:
             member.standing, member.reason = Standing.EXPELLED, reason
-        if step is None or step is not self.step or replica not in step.active:
+        if step not in self.live:
             return
-        self.microbatches.voided(step.expel(replica, reason))
-        self.probe("expelled", step=step.number, replica=replica, reason=reason)
+        parts = [each for each in self.live if replica in each.active]
+        if not parts:
+            return
+        for each in parts:
+            self.microbatches_of(each).voided(each.expel(replica, reason))
+            self.probe("expelled", step=each.number, replica=replica, reason=reason)
         self.left_out.set()
         self.wake.set()
 
@@ -389,7 +445,7 @@ class Leader:
             lr=self.plan.lr(step.number),
             outcome="applied" if prepared.finite else "skipped",
             loss=prepared.loss,
-            tokens=sum(self.microbatches.weights),
+            tokens=sum(self.microbatches_of(step).weights),
             fingerprints=prepared.fingerprints,
             base=self.record.base if self.record else 0,
             saved=self.saved_step,

@@ -21,12 +21,12 @@ from peer.snapshots import Donor
 from peer.stage_server import Probe, StageServer, no_probe
 from swarm.averaging.policy import UpdatePolicy
 from swarm.compute import Compute, Kind
+from swarm.delayed_state import State, new_state
 from swarm.errors import JoinError, RefusedError, SwarmError, WireError
 from swarm.model.stage import ModelPipeline
 from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
 from swarm.net.links import Links, peer_of
 from swarm.optim import OptimizerSettings
-from swarm.stage_state import StageState
 from swarm.terms import Record
 from swarm.wire.boundaries import LOSSLESS, BoundaryCodecs
 
@@ -193,16 +193,19 @@ class Member:
         self.serves = stage
         self.say(f"building stage {stage}")
 
-        def build() -> StageState:
-            module = self.pipeline.build_stage(stage, self.device)
-            return StageState(
-                module, self.optimizer, accumulate=self.accumulate, device=self.device
+        def build() -> State:
+            return new_state(
+                lambda: self.pipeline.build_stage(stage, self.device),
+                self.optimizer,
+                steps_in_flight=self.policy.steps_in_flight,
+                accumulate=self.accumulate,
+                device=self.device,
             )
 
         state = (await self.compute.run(Kind.BACKGROUND, build)).value
         if self.benchmark_s > 0:
             self.facts = await stage_facts(
-                self.compute, state, self.pipeline, stage, self.benchmark_s
+                self.compute, state.live[-1], self.pipeline, stage, self.benchmark_s
             )
         self.server = StageServer(
             stage,
@@ -323,10 +326,13 @@ class Member:
     def activity(self) -> str:
         """What it does at this moment, for those who look on."""
         server, orders = self.server, self.orders
+        averaging = orders is not None and orders.averaging
+        computing = server is not None and server.compute.working
         return activity_of(
             settled=self.settled,
-            averaging=orders is not None and orders.averaging,
-            computing=server is not None and server.compute.working,
+            # Beside the next step's work it keeps nobody waiting.
+            averaging=averaging and not (computing and self.policy.steps_in_flight > 1),
+            computing=computing,
             sending=self.links.sending,
         )
 

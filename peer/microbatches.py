@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,14 +40,16 @@ RETRY_S = 0.05
 
 
 class Microbatches:
-    """The microbatches of the current step of a `Leader`."""
+    """The microbatches of a step under way of a `Leader`, one step after another."""
 
     def __init__(self, leader: Leader) -> None:
         self.leader = leader
         self.in_flight: dict[int, asyncio.Task[None]] = {}
         self.losses: dict[int, float] = {}
         self.weights: list[int] = []
+        self.adopting = False  # an earlier leader may have begun this step
         self.adopt_until = 0.0
+        self._expected: set[str] = set()  # who may hold work of it then
         self._wires: list[list[WireTensor]] = []
         self._failures: dict[int, int] = {}
         self._raised: dict[int, list[str]] = {}  # microbatch -> where its computation raised
@@ -56,9 +58,17 @@ class Microbatches:
         self._not_before: dict[int, float] = {}
         self._fields = sorted(leader.pipeline.batch_spec)
 
-    def begin(self, number: int) -> None:
-        """Draw the batches of step `number`."""
+    def begin(self, number: int, before: Collection[str] = ()) -> None:
+        """Draw the batches of step `number`. `before` take part in an older one under way."""
         leader = self.leader
+        self.adopting = leader.adopting
+        if before:
+            self._expected = set(before)
+            self.adopt_until = asyncio.get_running_loop().time() + ADOPT_S
+        elif leader.record is not None:
+            self._expected = {name for names in leader.record.members.values() for name in names}
+        else:
+            self._expected = {"whoever served before the first commit"}
         batches = [leader.batches.batch(number, i) for i in range(leader.plan.num_microbatches)]
         self.weights = [leader.pipeline.weight(batch) for batch in batches]
         self._wires = [self.encode(batch) for batch in batches]
@@ -84,9 +94,12 @@ class Microbatches:
             now = loop.time()
             if not step.empty_stages() and not self._still_gathering(step, now):
                 limit = leader.grant_slots(step)
+                older = any(each.waiting() for each in leader.live if each.number < step.number)
                 for index in step.waiting():
-                    # Those begun before may hold slots that the others wait for: they go first.
-                    if index not in step.begun and len(step.begun) >= limit:
+                    # Those begun before may hold slots that the others wait for: they go first. So
+                    # do those of an older step, which is the next to be committed.
+                    begun = sum(len(each.begun) for each in leader.live)
+                    if index not in step.begun and (older or begun >= limit):
                         continue
                     if self._not_before.get(index, 0.0) > now or index in self.in_flight:
                         continue
@@ -101,23 +114,13 @@ class Microbatches:
 
         Whoever comes later than this is taken in empty: exact all the same, only dearer.
         """
-        leader = self.leader
-        if not leader.adopting or now >= self.adopt_until:
+        if not self.adopting or now >= self.adopt_until or self._expected <= step.active.keys():
             return False
-        expected = (
-            {name for names in leader.record.members.values() for name in names}
-            if leader.record
-            else {"whoever served before the first commit"}
-        )
-        if expected <= step.active.keys():
-            return False
-        asyncio.get_running_loop().call_at(self.adopt_until, leader.wake.set)
+        asyncio.get_running_loop().call_at(self.adopt_until, self.leader.wake.set)
         return True
 
-    def adopted(self, losses: Mapping[int, float]) -> None:
+    def adopted(self, step: Step, losses: Mapping[int, float]) -> None:
         """A replica came with work of an earlier leader; what is complete by now is done."""
-        step = self.leader.step
-        assert step is not None
         for index, loss in losses.items():
             if 0 <= index < step.num_microbatches:
                 self.losses[index] = loss
@@ -134,18 +137,22 @@ class Microbatches:
                 task.cancel()
 
     def _unwanted(self, step: Step, index: int) -> list[str]:
-        """Who does not get `index` if its stage can do without: silent, about to leave without
-        waiting for the commit, or failed at it."""
+        """Who does not get `index`: who takes part in another step only; and, if its stage can do
+        without, who is silent, about to leave without waiting for the commit, or failed at it."""
         leader = self.leader
         ends_at = leader.step_began_at + STEP_SLACK * leader.last_step_s
         leaving = [member for member in leader.members if member.leaving]
         unwanted = {each.incarnation for each in leaving if each.leave_by <= ends_at}
         unwanted |= self.leader.watch.suspects
         unwanted.update(self._raised.get(index, ()), self._nonfinite.get(index, ()))
+        elsewhere = {name for each in leader.live for name in each.active} - step.active.keys()
         return [
-            name
-            for name in sorted(unwanted & step.active.keys())
-            if any(other not in unwanted for other in step.replicas(step.active[name]))
+            *sorted(elsewhere),
+            *(
+                name
+                for name in sorted(unwanted & step.active.keys())
+                if any(other not in unwanted for other in step.replicas(step.active[name]))
+            ),
         ]
 
     # ---- one try --------------------------------------------------------------------------------

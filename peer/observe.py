@@ -86,7 +86,7 @@ class Observations:
         self._events: deque[tuple[int, Mapping[str, Any]]] = deque(maxlen=MAX_EVENTS)
         self._num_events = 0
         self._samples: deque[dict[str, Any]] = deque(maxlen=NUM_SAMPLES)
-        self._issued: dict[int, float] = {}
+        self._issued: dict[tuple[int, int], float] = {}  # by step and index
         self._sampled_at = 0.0
         self._allowance = Allowance()
 
@@ -98,11 +98,12 @@ class Observations:
     def probe(self, point: str, facts: Mapping[str, Any]) -> None:
         """A point of `Leader(probe=…)`: some microbatches become samples."""
         if point == "issue":
-            self._issued[facts["index"]] = self._clock()
+            self._issued[facts["step"], facts["index"]] = self._clock()
         elif point == "record":
-            self._issued.clear()
+            self._issued = {k: t for k, t in self._issued.items() if k[0] > facts["step"]}
         elif point == "acknowledged":
-            now, began = self._clock(), self._issued.pop(facts["index"], None)
+            now = self._clock()
+            began = self._issued.pop((facts["step"], facts["index"]), None)
             if began is not None and abs(now - self._sampled_at) >= SAMPLE_EVERY_S:
                 self._sampled_at = now
                 self._samples.append(

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from peer.calls import count, names
-from peer.stage_server import StageServer
+from peer.stage_server import Part, StageServer
 from swarm.averaging.errors import RoundFailedError
 from swarm.averaging.plan import MAX_SHARE
 from swarm.averaging.policy import Update, UpdatePolicy
@@ -88,7 +88,6 @@ class Orders:
         self.fell_behind = asyncio.Event()
         self.valid = True  # False: the state is not that of the ledger's step, and must be fetched
         self._round: asyncio.Task[Prepared] | None = None
-        self._clearing: asyncio.Task[None] | None = None  # for the last reset
         self._round_ballot: Ballot | None = None
         self.commit_lock = asyncio.Lock()
         self._mark: tuple[int, str] | None = None  # the step and fingerprint of the state
@@ -114,7 +113,7 @@ class Orders:
         if channel.peer not in self.trainers or term.trainer != channel.peer:
             raise RefusedError("only the run's trainers give orders, each in its own term")
         seen = self.server.ledger.term
-        if not self.server.ledger.see(term):
+        if not self.server.see(term):
             what = f"term {term.counter} was succeeded by {seen.counter}"
             raise CallFailedError("refused", what, stale=True)
         if term > seen:
@@ -126,50 +125,56 @@ class Orders:
         body = message.body
         term, index = Term.read(body.get("term")), count(body.get("index"))
         self._heed(channel, term)
-        fence = self.server.ledger.fence(
-            term, count(body.get("step")), index, count(body.get("try"))
-        )
+        step = count(body.get("step"))
+        part = self.server.part_of(step)
+        fence = part.ledger.fence(term, step, index, count(body.get("try")))
         if fence.fenced:
-            self.server.drop(index)
+            self.server.drop(part, index)
         return Message({"fenced": fence.fenced, "reason": fence.reason})
 
     async def _reset(self, channel: Channel, message: Message) -> Message:
         body = message.body
         term, step = Term.read(body.get("term")), count(body.get("step"))
         self._heed(channel, term)
-        ledger = self.server.ledger
+        part = self.server.part_of(step)
+        ledger = part.ledger
         if step != ledger.step:
             raise RefusedError(f"this replica is at step {ledger.step}, not {step}")
         if ledger.reset(term, step, count(body.get("number"))):
-            self._stop_round()
-            self.server.drop_works()
-            self._clearing = self.server.tasks.spawn(self._clear(), "clear")
-        if self._clearing is not None:
+            if ledger is self.server.ledger:  # only the oldest step is averaged
+                self._stop_round()
+            self.server.drop_works(part)
+            part.clearing = self.server.tasks.spawn(self._clear(part), "clear")
+        if part.clearing is not None:
             # The order's connection may end: the ledger is empty, so the accumulator must be.
-            await asyncio.shield(self._clearing)
+            await asyncio.shield(part.clearing)
         return Message({"step": ledger.step})
 
-    async def _clear(self) -> None:
+    async def _clear(self, part: Part) -> None:
         """Empty the accumulator, as the ledger is. Raises StageFailedError; only a reset helps."""
         try:
-            await self.server.compute.run(Kind.UPDATE, self.server.state.clear)
+            await self.server.compute.run(Kind.UPDATE, part.state.clear)
         except StageFailedError:
-            self.server.ledger.spoil()
+            part.ledger.spoil()
             raise
 
     async def _inspect(self, channel: Channel, message: Message) -> Message:
         """What a new leader asks first: where this replica stands, and what it has counted.
 
-        Work that is not counted is dropped: it holds slots, and belongs to a term that is over.
+        Work that is not counted is dropped, also of later steps: it holds slots, and belongs to a
+        term that is over.
         """
         self._heed(channel, Term.read(message.body.get("term")))
-        ledger = self.server.ledger
-        for index in ledger.keep_counted():
-            self.server.drop(index)
+        part = self.server.part_of(count(message.body.get("step", self.server.ledger.step)))
+        ledger = part.ledger
+        for each in self.server.parts:
+            if each.ledger.step >= ledger.step:
+                for index in each.ledger.keep_counted():
+                    self.server.drop(each, index)
         counted = ledger.counted | ledger.uncertain
         losses = {
             str(index): work.loss
-            for index, work in self.server.kept.works.items()
+            for index, work in part.kept.works.items()
             if work.loss is not None and index in counted
         }
         return Message(
@@ -184,7 +189,9 @@ class Orders:
     async def _stand(self, channel: Channel, message: Message) -> Message:
         """For a leader that wonders: whether the device works, and how far a microbatch is."""
         server, index = self.server, count(message.body.get("index", 0))
-        entry = server.ledger.entries.get(index)
+        step = count(message.body.get("step", server.ledger.step))
+        ledger = server.part_of(step).ledger
+        entry = ledger.entries.get(index) if ledger.step == step else None
         return Message(
             {
                 "silent_s": float(server.compute.silent_s()),
@@ -216,11 +223,10 @@ class Orders:
             raise WireError("an averaging order without a ledger")
         shares = read_shares(body.get("shares"), len(members))
         as_it_is = body.get("nonfinite") is True
-        ledger = self.server.ledger
-        if ballot.step == ledger.step + 1:
-            await self.server.commit_of(ledger.step)
+        if ballot.step == self.server.ledger.step + 1:
+            await self.server.commit_of(ballot.step - 1)
         if self.prepared is None or self.prepared.ballot != ballot:
-            frozen = ledger.freeze(
+            frozen = self.server.ledger.freeze(
                 ballot.term, ballot.step, ballot.attempt, {count(index) for index in expected}
             )
             if frozen.do is Do.REFUSE:
@@ -274,7 +280,7 @@ class Orders:
             )
         except RoundFailedError as error:
             raise CallFailedError("failed", error.message, suspect=error.peer) from None
-        if not (update.facts.finite or as_it_is or server.nonfinite):
+        if not (update.facts.finite or as_it_is or server.oldest.nonfinite):
             # All that came here were numbers: what is added up here must be, too.
             mine = [server.state.accumulator]
             if not (await server.compute.run(Kind.UPDATE, lambda: finite(mine))).value:
@@ -287,7 +293,8 @@ class Orders:
     async def _abort(self, channel: Channel, message: Message) -> Message:
         ballot = Ballot.read(message.body.get("ballot"))
         self._heed(channel, ballot.term)
-        self.server.ledger.abort(ballot.term, ballot.step, ballot.attempt)
+        ledger = self.server.part_of(ballot.step).ledger
+        ledger.abort(ballot.term, ballot.step, ballot.attempt)
         if self._round_ballot is not None and self._round_ballot <= ballot:
             self._stop_round()
         mine = self.prepared.ballot if self.prepared else None
@@ -388,10 +395,10 @@ class Orders:
             if record.outcome == "applied":
                 self.policy.apply(state, prepared.update, lr=record.lr, scale=record.scale)
             else:
-                state.clear()
+                state.skip()
             return state.fingerprint()
 
-        self.server.drop_works()
+        self.server.drop_works(self.server.part_of(record.step))
         try:
             mark = (await self.server.compute.run(Kind.UPDATE, update)).value
         except StageFailedError as error:
@@ -403,7 +410,7 @@ class Orders:
         self._mark = (record.step + 1, mark)
         self._stop_round()
         self.on_commit(record, prepared)
-        self.server.advance(record.step + 1)
+        self.server.committed()
         self.server.probe("committed", step=record.step)
 
     async def _result_for(self, record: Record) -> Prepared:

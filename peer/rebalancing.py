@@ -131,6 +131,7 @@ class Rebalancing:
             optimizer=settings.name if settings is not None else "adamw",
             activation_bytes=int(statistics.median(each.activation_bytes for each in found)),
             slots=self.leader.fixed_slots or min(held, self.leader.plan.num_microbatches),
+            steps_in_flight=self.leader.plan.steps_in_flight,
         )
         return StageNeed(cost, estimate.total, 4 * STATE_FLOATS * parameters)
 

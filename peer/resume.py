@@ -29,7 +29,9 @@ from peer.disk import write_durably
 from peer.inquiries import snapshot_mark
 from peer.restoring import Origin
 from peer.snapshots import Snapshot
+from swarm.averaging.policy import POLICIES
 from swarm.config import RunConfig, canonical_bytes
+from swarm.delayed_state import PREVIOUS
 from swarm.errors import DataError
 from swarm.model import ModelPipeline
 from swarm.optim import OptimizerSettings, make_optimizer
@@ -41,13 +43,21 @@ PARENT = "parent.json"
 class CheckpointReader:
     """One complete checkpoint, cut as `pipeline` is. All methods block.
 
+    For a policy with two steps in flight a state has two versions of the parameters. Written by a
+    run with another policy, it has one, which serves for both as the first weights do.
+
     Raises DataError when it is not complete, or not of this model.
     """
 
     def __init__(
-        self, directory: Path, pipeline: ModelPipeline, optimizer: OptimizerSettings
+        self,
+        directory: Path,
+        pipeline: ModelPipeline,
+        optimizer: OptimizerSettings,
+        steps_in_flight: int = 1,
     ) -> None:
         self.directory, self.pipeline, self.optimizer = directory, pipeline, optimizer
+        self.steps_in_flight = steps_in_flight
         self.manifest = checkpoints.load_manifest(directory)
         self.sha256 = hashlib.sha256((directory / checkpoints.MANIFEST).read_bytes()).hexdigest()
         self._where: dict[str, int] = {}
@@ -84,6 +94,8 @@ class CheckpointReader:
         tensors = {"parameters": torch.zeros(layout.total)}
         for name, like in wanted.items():
             tensors[f"optimizer.{name}"] = torch.zeros(like.shape)
+        if self.steps_in_flight > 1:
+            tensors[PREVIOUS] = torch.zeros(layout.total)
         updates = set()
         for source in sorted({self._where[name] for name in layout.names}):
             parameters, states = self._read(source)
@@ -91,7 +103,12 @@ class CheckpointReader:
             for name, view in layout.slices(tensors["parameters"]).items():
                 if name in parameters:
                     self._copy(name, parameters[name], view)
-            kinds = {name.split(SEPARATOR, 1)[0] for name in states}
+            if PREVIOUS in tensors:
+                for name, view in layout.slices(tensors[PREVIOUS]).items():
+                    if name in parameters:
+                        older = states.get(f"{PREVIOUS}{SEPARATOR}{name}", parameters[name])
+                        self._copy(name, older, view)
+            kinds = {name.split(SEPARATOR, 1)[0] for name in states} - {PREVIOUS}
             if kinds != wanted.keys():
                 raise DataError(
                     f"{self.directory} holds the state of another optimizer",
@@ -126,6 +143,12 @@ class CheckpointReader:
             states = checkpoints.read_stage_optimizer(self.directory, source)
             self._part = (source, parameters, states)
         return self._part[1], self._part[2]
+
+
+def reader_of(path: Path, config: RunConfig, pipeline: ModelPipeline) -> CheckpointReader:
+    """A checkpoint as a run of `config` reads it. Raises DataError."""
+    steps_in_flight = POLICIES[config.update.policy].steps_in_flight
+    return CheckpointReader(path, pipeline, config.optimizer, steps_in_flight)
 
 
 class SavedStates:
@@ -191,7 +214,7 @@ class SavedStates:
 
     def _open(self, path: Path) -> CheckpointReader:
         if self._reader is None or self._reader.directory != path:
-            self._reader = CheckpointReader(path, self.pipeline, self.config.optimizer)
+            self._reader = reader_of(path, self.config, self.pipeline)
         return self._reader
 
 
@@ -226,7 +249,7 @@ def take_over(
     refused: DataError | None = None
     for path in choices:
         try:
-            reader = CheckpointReader(path, pipeline, config.optimizer)
+            reader = reader_of(path, config, pipeline)
             origin = reader.origin()
         except DataError as error:
             if one:
@@ -292,7 +315,7 @@ def _adopt(reader: CheckpointReader, run_dir: Path, config: RunConfig) -> Origin
     except BaseException:
         checkpoints.abandon(staging)
         raise
-    return CheckpointReader(path, reader.pipeline, config.optimizer).origin()
+    return reader_of(path, config, reader.pipeline).origin()
 
 
 def _run_of(checkpoint: Path) -> Path:

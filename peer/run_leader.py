@@ -9,6 +9,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,7 @@ class LeaderProcess:
 
         def make_leader() -> Leader:
             leader = self.leader_type(
-                plan_of(self.config),
+                replace(plan_of(self.config), num_steps=self.num_steps),
                 self.pipeline,
                 dataset,
                 quorum,

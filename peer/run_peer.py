@@ -16,7 +16,7 @@ from peer.measure import device_memory, device_speed
 from peer.member import Member
 from peer.observe import Activity, PeerObservations, version
 from swarm.averaging import GroupAllReduce
-from swarm.averaging.policy import ExactPolicy
+from swarm.averaging.policy import POLICIES
 from swarm.compute import Compute, ThreadCompute, WatchedCompute
 from swarm.config import MAX_CONFIG_BYTES, RunConfig, from_canonical, with_pretrained_hash
 from swarm.device import allocator
@@ -252,7 +252,7 @@ class PeerProcess:
                 own,
                 pipeline,
                 compute,
-                ExactPolicy(reducer, config.wire.gradients),
+                POLICIES[config.update.policy](reducer, config.wire.gradients),
                 config.optimizer,
                 trainers,
                 find_leader,

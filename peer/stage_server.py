@@ -5,6 +5,10 @@ forward, goes on to the next hop of its route, waits on the same call for the gr
 sent, runs the backward, counts, and answers. Forward and backward are tasks of the replica and not
 of the call, so a call whose upstream dies loses nothing. Orders of the leader are in
 `peer.orders`.
+
+A step under way is a `Part`: its ledger, its kept answers, and the version of the state that its
+microbatches are computed with. There are as many as the state has versions, one with the exact
+policy; they take turns, and share device, slots and connections.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -20,6 +25,7 @@ from peer.calls import MicrobatchCall, count, names
 from peer.kept import KeptAnswers, Work
 from peer.slots import Slots
 from swarm.compute import Compute, Kind, Timed, WatchedCompute
+from swarm.delayed_state import State
 from swarm.device import Arrivals, Uploader, settle
 from swarm.errors import RefusedError, StageFailedError, TransportError, WireError
 from swarm.finite import NotFiniteError, finite
@@ -56,6 +62,17 @@ def no_probe(point: str, **facts: Any) -> None:
     """The default probe: nobody watches."""
 
 
+@dataclass(slots=True, eq=False)
+class Part:
+    """What a replica holds of one step under way."""
+
+    state: StageState
+    ledger: Ledger
+    kept: KeptAnswers
+    clearing: asyncio.Task[None] | None = None  # for the last reset
+    nonfinite: bool = False  # something counted in this step was no number when it came
+
+
 class StageServer:
     """Serves one stage with `state` on `compute`.
 
@@ -69,7 +86,7 @@ class StageServer:
     def __init__(
         self,
         stage: int,
-        state: StageState,
+        state: State,
         pipeline: PipelineShape,
         compute: Compute,
         *,
@@ -82,13 +99,15 @@ class StageServer:
         # Stages of one process share their device, and its watch.
         self.compute = compute if isinstance(compute, WatchedCompute) else WatchedCompute(compute)
         self.codecs, self.probe = codecs, probe
-        self.ledger = Ledger()
+        versions = state.live
+        self.parts = [
+            Part(version, Ledger(step, len(versions)), KeptAnswers(kept_bytes // len(versions)))
+            for step, version in enumerate(versions)
+        ]
         self.slots = Slots(slots)
-        self.kept = KeptAnswers(kept_bytes)
         self.uploader = Uploader(state.device)
         self.tasks = TaskSet()
         self.advanced = asyncio.Event()  # replaced at every commit
-        self.nonfinite = False  # something counted in this step was no number when it came
         self.sent_bytes = 0  # activations to the next stage, on the wire
         self.raw_bytes = 0  # the same before the codec
         self.returned_bytes = 0  # gradients to the previous stage, on the wire
@@ -97,6 +116,25 @@ class StageServer:
         last = stage == pipeline.num_stages - 1
         self._inputs = pipeline.boundary(stage - 1) if stage > 0 else ()
         self._outputs = () if last else pipeline.boundary(stage)
+
+    def part_of(self, step: int) -> Part:
+        """Of that step, if it is under way; its ledger says so."""
+        return self.parts[step % len(self.parts)]
+
+    @property
+    def oldest(self) -> Part:
+        """Of the next step to be committed, which is the state's step."""
+        return min(self.parts, key=lambda part: part.ledger.step)
+
+    @property
+    def ledger(self) -> Ledger:
+        """Of the oldest step under way."""
+        return self.oldest.ledger
+
+    @property
+    def kept(self) -> KeptAnswers:
+        """Of the oldest step under way."""
+        return self.oldest.kept
 
     def methods(self) -> dict[str, Method]:
         """What other peers may call here."""
@@ -149,24 +187,25 @@ class StageServer:
 
     async def _serve(self, call: MicrobatchCall, tensors: Sequence[WireTensor]) -> Message:
         """Every failure names this hop, or the leader would suspect the first of the route."""
-        if call.term > self.ledger.term:
+        part = self.part_of(call.step)
+        if call.term > part.ledger.term:
             # A call comes from any peer: only an order of the trainer itself raises the term.
             raise RefusedError("no order of that term has come here")
-        decision = self.ledger.on_call(call.term, call.step, call.index, call.try_, call.attempt)
+        decision = part.ledger.on_call(call.term, call.step, call.index, call.try_, call.attempt)
         while decision.do is Do.AWAIT_COMMIT:
-            await self.commit_of(call.step - 1)
-            decision = self.ledger.on_call(
+            await self.commit_of(call.step - len(self.parts))
+            decision = part.ledger.on_call(
                 call.term, call.step, call.index, call.try_, call.attempt
             )
         if decision.do is Do.REFUSE:
             raise CallFailedError("refused", decision.reason, hop=call.hop)
         if decision.do is Do.RUN:
-            self.kept.drop(call.index, self._release)
-            work = self.kept.works[call.index] = Work(call.index)
-            work.forward = self.tasks.spawn(self._forward(work, call, tensors))
-        work = self.kept.works[call.index]
+            self.drop(part, call.index)
+            work = part.kept.works[call.index] = Work(call.index)
+            work.forward = self.tasks.spawn(self._forward(part, work, call, tensors))
+        work = part.kept.works[call.index]
         if work.evicted:
-            return await self._recompute(work, call, tensors)
+            return await self._recompute(part, work, call, tensors)
         assert work.forward is not None
         try:
             y = await asyncio.shield(work.forward)
@@ -176,12 +215,12 @@ class StageServer:
             raise
         below, gradients = await self._go_on(call, tensors, y)
         if work.backward is None:
-            accepted = self.ledger.on_gradient(call.term, call.step, call.index, call.try_)
-            if accepted.do is Do.REFUSE or self.kept.works.get(call.index) is not work:
+            accepted = part.ledger.on_gradient(call.term, call.step, call.index, call.try_)
+            if accepted.do is Do.REFUSE or part.kept.works.get(call.index) is not work:
                 raise CallFailedError("refused", accepted.reason, hop=call.hop)
             if accepted.do is Do.REPEAT:  # evicted while the rest of the route answered
-                return await self._recompute(work, call, tensors)
-            work.backward = self.tasks.spawn(self._backward(work, call, gradients))
+                return await self._recompute(part, work, call, tensors)
+            work.backward = self.tasks.spawn(self._backward(part, work, call, gradients))
         try:
             dx = await asyncio.shield(work.backward)
         except asyncio.CancelledError:
@@ -191,25 +230,25 @@ class StageServer:
         return self._answer(work, below, dx)
 
     async def _forward(
-        self, work: Work, call: MicrobatchCall, tensors: Sequence[WireTensor]
+        self, part: Part, work: Work, call: MicrobatchCall, tensors: Sequence[WireTensor]
     ) -> Sequence[WireTensor]:
         loop = asyncio.get_running_loop()
         arrived = loop.time()
         arrivals = self.uploader.begin(tensors)
         await self.slots.acquire(replay=call.replay)
         work.holds_slot = True
-        if self.kept.works.get(call.index) is not work:
+        if part.kept.works.get(call.index) is not work:
             self._release(work)
             raise asyncio.CancelledError
         self.probe("forward", step=call.step, index=call.index)
         try:
             timed = await self.compute.run(
-                Kind.FORWARD, lambda: self._run_forward(work, call, arrivals)
+                Kind.FORWARD, lambda: self._run_forward(part, work, call, arrivals)
             )
         except BaseException as error:
             self._release(work)
-            if self.kept.works.get(call.index) is work:
-                self.ledger.on_forward_failed(call.index)
+            if part.kept.works.get(call.index) is work:
+                part.ledger.on_forward_failed(call.index)
             if isinstance(error, asyncio.CancelledError):
                 raise
             raise self._failure(error, call) from error
@@ -218,8 +257,8 @@ class StageServer:
             work.loss = float(work.graph.outputs[0].detach())
         work.forward_s = timed.seconds
         work.waited_s += loop.time() - arrived - timed.seconds
-        self.kept.keep(work, y)
-        self.ledger.on_forward_done(call.index)
+        part.kept.keep(work, y)
+        part.ledger.on_forward_done(call.index)
         return y
 
     @staticmethod
@@ -228,12 +267,12 @@ class StageServer:
         return CallFailedError(kind, str(error), hop=call.hop)
 
     def _run_forward(
-        self, work: Work, call: MicrobatchCall, arrivals: Arrivals
+        self, part: Part, work: Work, call: MicrobatchCall, arrivals: Arrivals
     ) -> tuple[Graph, list[WireTensor]]:
         arrived = arrivals.tensors()
         batch, inputs = self._named(arrived)
         divisor = call.divisor if call.is_last else None
-        graph = self.state.forward(call.step, call.index, inputs, batch, divisor)
+        graph = part.state.forward(call.step, call.index, inputs, batch, divisor)
         if not work.nonfinite and not finite(graph.outputs):
             if not call.nonfinite and finite(arrived):
                 raise NotFiniteError("its forward gives what is no number")
@@ -284,7 +323,7 @@ class StageServer:
             raise CallFailedError("failed", what, hop=onward.hop)
 
     async def _backward(
-        self, work: Work, call: MicrobatchCall, gradients: Sequence[WireTensor]
+        self, part: Part, work: Work, call: MicrobatchCall, gradients: Sequence[WireTensor]
     ) -> Sequence[WireTensor]:
         loop = asyncio.get_running_loop()
         arrived = loop.time()
@@ -295,30 +334,37 @@ class StageServer:
         try:
             timed = await self.compute.run(
                 Kind.BACKWARD,
-                lambda: self._run_backward(work, call, graph, arrivals, count_it=True),
+                lambda: self._run_backward(part, work, call, graph, arrivals, count_it=True),
             )
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
                 raise
-            if self.kept.works.get(call.index) is work:
-                self.ledger.on_backward_failed(call.index)
-                self.kept.give_up(work)
-            if self.state.spoiled:
-                self.ledger.spoil()
+            if part.kept.works.get(call.index) is work:
+                part.ledger.on_backward_failed(call.index)
+                part.kept.give_up(work)
+            if part.state.spoiled:
+                part.ledger.spoil()
             raise self._failure(error, call) from error
         finally:
             work.graph = None
             self._release(work)
         work.backward_s = timed.seconds
         work.waited_s += loop.time() - arrived - timed.seconds
-        if self.ledger.on_counted(call.step, call.index):
-            self.kept.keep(work, timed.value)
-            self.kept.counted(work)
+        if part.ledger.on_counted(call.step, call.index):
+            part.kept.keep(work, timed.value)
+            part.kept.counted(work)
         self.probe("counted", step=call.step, index=call.index)
         return timed.value
 
     def _run_backward(
-        self, work: Work, call: MicrobatchCall, graph: Graph, arrivals: Arrivals, *, count_it: bool
+        self,
+        part: Part,
+        work: Work,
+        call: MicrobatchCall,
+        graph: Graph,
+        arrivals: Arrivals,
+        *,
+        count_it: bool,
     ) -> list[WireTensor]:
         gradients = arrivals.tensors()
         came_finite = not work.nonfinite and finite(gradients)
@@ -327,26 +373,27 @@ class StageServer:
             if count_it and not (came_finite and finite(answers)):
                 if came_finite and not call.nonfinite:
                     raise NotFiniteError("its backward gives what is no number")
-                self.nonfinite = True
+                part.nonfinite = True
 
-        answers = self.state.backward(graph, gradients or None, count=count_it, check=check)
+        answers = part.state.backward(graph, gradients or None, count=count_it, check=check)
         dx = self.codecs.encode(answers, self.stage - 1, BACKWARD, (call.step, call.index))
         settle(self.state.device)
         return dx
 
     async def _recompute(
-        self, work: Work, call: MicrobatchCall, tensors: Sequence[WireTensor]
+        self, part: Part, work: Work, call: MicrobatchCall, tensors: Sequence[WireTensor]
     ) -> Message:
         """A counted microbatch whose answers were evicted: the same again, adding nothing."""
         arrivals = self.uploader.begin(tensors)
         forward = await self.compute.run(
-            Kind.FORWARD, lambda: self._run_forward(work, call, arrivals)
+            Kind.FORWARD, lambda: self._run_forward(part, work, call, arrivals)
         )
         graph, y = forward.value
         below, gradients = await self._go_on(call, tensors, y)
         returned = self.uploader.begin(gradients)
         backward: Timed[list[WireTensor]] = await self.compute.run(
-            Kind.BACKWARD, lambda: self._run_backward(work, call, graph, returned, count_it=False)
+            Kind.BACKWARD,
+            lambda: self._run_backward(part, work, call, graph, returned, count_it=False),
         )
         return self._answer(work, below, backward.value)
 
@@ -414,19 +461,40 @@ class StageServer:
 
     # ---- between steps, called by orders --------------------------------------------------------
 
-    def drop(self, index: int) -> None:
-        """Forget one microbatch and stop what is under way for it."""
-        self.kept.drop(index, self._release)
+    def see(self, term: Term) -> bool:
+        """Take notice of a term; False when a higher one has been seen: refuse what carried it."""
+        heeded = [part.ledger.see(term) for part in self.parts]
+        return all(heeded)
 
-    def drop_works(self) -> None:
-        """Forget the step's answers and stop what is under way."""
-        self.kept.clear(self._release)
-        self.nonfinite = False
+    def drop(self, part: Part, index: int) -> None:
+        """Forget one microbatch and stop what is under way for it."""
+        part.kept.drop(index, self._release)
+
+    def drop_works(self, part: Part) -> None:
+        """Forget a step's answers and stop what is under way."""
+        part.kept.clear(self._release)
+        part.nonfinite = False
+
+    def committed(self) -> None:
+        """The oldest step is: its part is that of a later step now, with an empty ledger. What
+        is under way of the others goes on."""
+        part = self.oldest
+        self._begin(part, part.ledger.step + len(self.parts))
+        self._tell_advanced()
 
     def advance(self, step: int) -> None:
-        """The state is that of `step` now, with an empty ledger."""
-        self.drop_works()
-        self.ledger.advance(step)
+        """The state was replaced, and is that of `step` now, with empty ledgers."""
+        for number, version in enumerate(self.state.live, start=step):
+            part = self.part_of(number)
+            part.state = version
+            self._begin(part, number)
+        self._tell_advanced()
+
+    def _begin(self, part: Part, step: int) -> None:
+        self.drop_works(part)
+        part.ledger.advance(step)
+
+    def _tell_advanced(self) -> None:
         advanced, self.advanced = self.advanced, asyncio.Event()
         advanced.set()
 

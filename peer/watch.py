@@ -99,12 +99,13 @@ class Watch:
         except TimeoutError:
             raise StreamClosedError(f"no answer to {method} within {ANSWER_S:.0f} s") from None
 
-    async def _stand(self, replica: str, index: int = 0) -> Stand:
-        """Where it stands, and with it the microbatch `index`."""
+    async def _stand(self, replica: str, step: Step, index: int = 0) -> Stand:
+        """Where it stands, and with it the microbatch `index` of `step`."""
         channel = self.leader.links.open_channel(replica)
         if channel is None:
             raise StreamClosedError("no connection to it")
-        answer = await self.ask(channel, "stand", {"index": index})
+        body = {"step": step.number, "index": index}
+        answer = await self.ask(channel, "stand", body)
         silent_s = answer.get("silent_s")
         if not isinstance(silent_s, float) or not 0 <= silent_s < math.inf:
             raise StreamClosedError("does not say where it stands")
@@ -128,7 +129,7 @@ class Watch:
     async def _look_at(self, step: Step, replica: str) -> None:
         loop = asyncio.get_running_loop()
         try:
-            silent_s, updating, _, _ = await self._stand(replica)
+            silent_s, updating, _, _ = await self._stand(replica, step)
         except SwarmError as error:
             self.leader.expel(step, replica, str(error))
             return
@@ -184,7 +185,7 @@ class Watch:
 
     def _waits_for_suspects(self, step: Step) -> bool:
         """Whether the step's microbatches can only go on when a suspect answers or is left out."""
-        if self.leader.averaging or step.complete or not self.suspects:
+        if self.leader.is_averaged(step) or step.complete or not self.suspects:
             return False
         return not step.waiting() and all(
             self.suspects.intersection(filter(None, step.hops[index])) for index in step.open
@@ -202,7 +203,7 @@ class Watch:
         """
         for hop in range(len(issue.route) - 1, -1, -1):
             try:
-                stand = await self._stand(issue.route[hop], issue.index)
+                stand = await self._stand(issue.route[hop], step, issue.index)
             except SwarmError:
                 return hop
             if stand.phase == "absent":

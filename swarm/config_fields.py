@@ -334,8 +334,10 @@ class WireSection(Section):
 class UpdateSection(Section):
     """What one commit is."""
 
-    policy: Literal["exact"] = Field(
-        default="exact", description="exact: each step counts each microbatch once."
+    policy: Literal["exact", "delayed"] = Field(
+        default="exact",
+        description="exact: each step counts each microbatch once. delayed: as exact, but "
+        "averaging overlaps with the next step and gradients are one step stale; for slow uplinks.",
     )
     accumulate: Literal["float64", "float32"] = Field(
         default="float64",

@@ -60,10 +60,12 @@ class Entry:
 class Ledger:
     """One replica's ledger for `step` under the highest `term` it has seen.
 
-    Tries are numbers the leader draws ever larger within a term.
+    Tries are numbers the leader draws ever larger within a term. A replica with several steps under
+    way has a ledger for each, which take turns: the next one here is `step + stride`.
     """
 
     step: int = 0
+    stride: int = 1
     term: Term = NO_TERM
     entries: dict[int, Entry] = field(default_factory=dict)
     fences: dict[int, int] = field(default_factory=dict)
@@ -103,7 +105,7 @@ class Ledger:
         """A call of microbatch `index` arrives; `attempt` is the leader's averaging attempt."""
         if not self.see(term):
             return Decision(Do.REFUSE, f"term {term.counter} has been succeeded")
-        if step == self.step + 1:
+        if step == self.step + self.stride:
             return Decision(Do.AWAIT_COMMIT, f"step {self.step} is not committed here yet")
         if step != self.step:
             return Decision(Do.REFUSE, f"this replica is at step {self.step}, not {step}")

@@ -8,6 +8,7 @@ and belong on the compute thread.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,6 +55,18 @@ class StageState:
         self.updates = 0
         self._dirty = False
         self.spoiled = False  # an addition to the accumulator ended half way
+
+    def sharing(self, stage: Stage) -> StageState:
+        """The same state in another module, with parameters and accumulator of its own."""
+        other = copy.copy(self)
+        other.stage, other.parameters = stage, self.layout.flatten(stage)
+        other.accumulator = torch.zeros_like(self.accumulator)
+        return other
+
+    @property
+    def live(self) -> tuple[StageState, ...]:
+        """What the steps under way are computed with, the oldest first. One step: this one."""
+        return (self,)
 
     def forward(
         self,
@@ -122,6 +135,10 @@ class StageState:
         """One optimizer step with the averaged flat float32 gradient; empties the accumulator."""
         self.updates += 1
         self.optimizer.step(self.parameters, gradient, lr=lr, scale=scale, step=self.updates)
+        self.clear()
+
+    def skip(self) -> None:
+        """A step was committed that changes no parameter."""
         self.clear()
 
     def fingerprint(self) -> str:

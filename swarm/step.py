@@ -124,7 +124,8 @@ class Step:
         """Draw the missing hops of a microbatch and open a new try. None: no such route now."""
         for stage in range(self.num_stages):
             for name in self.router.replicas(stage):
-                if self.active.get(name) != stage:  # it could be given work and never be voided
+                # It could be given work and never be voided.
+                if self.active.get(name) != stage and name not in exclude:
                     self.router.remove(name)
         hops = self.hops[index]
         kept = {stage: name for stage, name in enumerate(hops) if name is not None}

@@ -1,4 +1,4 @@
-"""What one commit means: the interface of update policies, and the exact one (DESIGN).
+"""What one commit means: the interface of update policies, *exact* and *delayed* (DESIGN).
 
 A policy says what the replicas of a stage agree on before a record is proposed (`prepare`), and
 what the record then does to the parameters (`apply`). Everything between, that is attempts, aborts,
@@ -21,7 +21,8 @@ from torch import Tensor
 from swarm.averaging.plan import EXACT
 from swarm.averaging.progress import Rates
 from swarm.compute import Compute, Kind
-from swarm.stage_state import GradientFacts, StageState
+from swarm.delayed_state import State
+from swarm.stage_state import GradientFacts
 
 
 class Reducer(Protocol):
@@ -54,12 +55,13 @@ class UpdatePolicy(Protocol):
     name: str
     unit: str  # what becomes real at once
     cost_of_a_death: str
+    steps_in_flight: int  # whose microbatches are counted before the oldest of them is committed
 
     async def prepare(
         self,
         round_id: str,
         members: Sequence[str],
-        state: StageState,
+        state: State,
         compute: Compute,
         shares: Sequence[int] | None = None,
     ) -> Update:
@@ -68,7 +70,7 @@ class UpdatePolicy(Protocol):
         Raises RoundFailedError; changes nothing.
         """
 
-    def apply(self, state: StageState, update: Update, *, lr: float, scale: float) -> None:
+    def apply(self, state: State, update: Update, *, lr: float, scale: float) -> None:
         """Make the committed update real. Blocking; belongs on the compute thread."""
 
 
@@ -79,6 +81,7 @@ class ExactPolicy:
     name = "exact"
     unit = "one step"
     cost_of_a_death = "computing again what the dead replica had counted in that step"
+    steps_in_flight = 1
 
     def __init__(self, reducer: Reducer, codec: str = EXACT) -> None:
         self._reducer, self._codec = reducer, codec
@@ -87,7 +90,7 @@ class ExactPolicy:
         self,
         round_id: str,
         members: Sequence[str],
-        state: StageState,
+        state: State,
         compute: Compute,
         shares: Sequence[int] | None = None,
     ) -> Update:
@@ -106,5 +109,17 @@ class ExactPolicy:
 
         return (await compute.run(Kind.UPDATE, finish)).value
 
-    def apply(self, state: StageState, update: Update, *, lr: float, scale: float) -> None:
+    def apply(self, state: State, update: Update, *, lr: float, scale: float) -> None:
         state.apply(update.gradient, lr=lr, scale=scale)
+
+
+class DelayedPolicy(ExactPolicy):
+    """The same update, averaged while the next step's microbatches go round, which therefore are
+    computed one step stale (`swarm.delayed_state`, docs/decisions/delayed.md)."""
+
+    name = "delayed"
+    cost_of_a_death = "computing again what the dead replica had counted in at most two steps"
+    steps_in_flight = 2
+
+
+POLICIES = {policy.name: policy for policy in (ExactPolicy, DelayedPolicy)}

@@ -31,12 +31,13 @@ def estimate_memory(
     accumulate: str = "float64",
     activation_bytes: int = 0,
     slots: int = 1,
+    steps_in_flight: int = 1,
 ) -> MemoryEstimate:
     """Bytes a replica of a stage of `parameters` parameters holds while it trains.
 
-    parameters        4 n   float32 master weights
+    parameters        4 n   float32 master weights, for each of the `steps_in_flight`
     optimizer         8 n   two moments (adamw); 4 n for sgd's momentum
-    accumulator       8 n   float64, or 4 n for float32
+    accumulator       8 n   float64, or 4 n for float32; for each of the `steps_in_flight`
     gradients         4 n   of the microbatch whose backward runs
     activations       a s   `activation_bytes` of one microbatch between its forward and its
                             backward, times the `slots` that may be so at once
@@ -45,9 +46,9 @@ def estimate_memory(
     the kept answers, which lie in the host's memory under their own limit (`memory.kept_mib`).
     """
     return MemoryEstimate(
-        parameters=4 * parameters,
+        parameters=4 * parameters * steps_in_flight,
         optimizer=4 * parameters * OPTIMIZER_TENSORS.get(optimizer, 2),
-        accumulator=(8 if accumulate == "float64" else 4) * parameters,
+        accumulator=(8 if accumulate == "float64" else 4) * parameters * steps_in_flight,
         gradients=4 * parameters,
         activations=activation_bytes * slots,
     )

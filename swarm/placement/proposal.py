@@ -43,7 +43,7 @@ class Work:
     """What a microbatch and a step are. Per layer: `flops` of forward and backward, `parameters`,
     `activation_bytes` held between them. `boundary_values`: numbers that cross a boundary, one
     way. `microbatches` per step; `slots` in flight per replica (None: 2 * stages + 2,
-    what a peer holds at most)."""
+    what a peer holds at most). With two `steps_in_flight` averaging overlaps with the next step."""
 
     flops: tuple[float, ...]
     parameters: tuple[int, ...]
@@ -53,6 +53,7 @@ class Work:
     optimizer: str = "adamw"
     accumulate: str = "float64"
     slots: int | None = None
+    steps_in_flight: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,7 @@ def _needs(work: Work, cut: Sequence[int]) -> tuple[StageNeed, ...]:
             accumulate=work.accumulate,
             activation_bytes=sum(work.activation_bytes[part]),
             slots=work.slots or 2 * len(cut) + 2,
+            steps_in_flight=work.steps_in_flight,
         )
         needs.append(StageNeed(sum(work.flops[part]), memory.total, 4 * parameters))
         start += layers
@@ -191,4 +193,8 @@ def _averaging_s(
 def _over_a_step(work: Work, rate: float, averaging_s: float) -> float:
     if rate <= 0:
         return 0.0
-    return work.microbatches / (work.microbatches / rate + averaging_s)
+    working_s = work.microbatches / rate
+    overlapping = work.steps_in_flight > 1
+    return work.microbatches / (
+        max(working_s, averaging_s) if overlapping else working_s + averaging_s
+    )

@@ -28,6 +28,7 @@ LEADER_POINTS = ("issue", "acknowledged", "failed", "expelled", "admitted", "rec
 LIMIT_S = 1500.0  # of virtual time
 HEARTBEAT_S = 2.0  # as rarely as the silence allowed permits: half of all frames would be pings
 DISK_S = 0.002
+DELAYED_FROM = 1_000_000  # seeds from here on draw swarms that train with the delayed policy
 MAX_DRAWS = 8
 
 
@@ -54,6 +55,8 @@ class Scenario:
     checkpoints: int = 0  # one every so many steps; 0: none
     chunk: int = CHUNK  # elements of a state that a donor gives at once
     faults: tuple[Fault, ...] = ()
+    policy: str = "exact"
+    twins_bps: float = 0.0  # of the links between replicas of a stage, if not as all
 
     @property
     def trainer_ids(self) -> tuple[str, ...]:
@@ -64,7 +67,7 @@ class Scenario:
         return [f"r{stage}.{i}" for stage, n in enumerate(self.replicas) for i in range(n)]
 
     def swarm(self) -> Swarm:
-        return Swarm(
+        swarm = Swarm(
             num_stages=len(self.replicas),
             replicas=self.replicas,
             seed=self.seed,
@@ -78,16 +81,20 @@ class Scenario:
             speed=dict(self.slow),
             latency_s=self.latency_s,
             checkpoint_every=self.checkpoints,
+            policy=self.policy,
             batches=TinyBatches(poisoned=self.poisoned),
             trainer_ids=self.trainer_ids,
             leases=dict(zip(self.trainer_ids, self.leases, strict=False)),
             chunk=self.chunk,
         )
+        if self.twins_bps:
+            swarm.thin_between_twins(self.twins_bps)
+        return swarm
 
     def run(self, swarm: Swarm | None = None) -> Swarm:
         """Raises AssertionError, TimeoutError, DeadlockError or whatever else went wrong."""
         swarm = swarm or self.swarm()
-        expected, _ = baseline(self.steps, self.microbatches, self.poisoned)
+        expected, _ = baseline(self.steps, self.microbatches, self.poisoned, self.policy)
         result = swarm.run(self.steps, limit_s=LIMIT_S)
         assert result["sha256"] == expected, "other parameters than the baseline"
         if not swarm.fired:
@@ -176,7 +183,12 @@ def draw(seed: int, number: int = 0) -> Scenario:
         # Twice, it may be all of a stage at one microbatch; then it is the step's outcome.
         if fault.action != "nan" or all(each.action != "nan" for each in faults):
             faults.append(fault)
-    return dataclasses.replace(scenario, slow=slow, poisoned=poisoned, faults=tuple(faults))
+    scenario = dataclasses.replace(scenario, slow=slow, poisoned=poisoned, faults=tuple(faults))
+    if seed >= DELAYED_FROM:  # a step more: at the run's end there is none to work ahead
+        scenario = dataclasses.replace(scenario, policy="delayed", steps=scenario.steps + 1)
+        twins_bps = r.choice((0.0, 20_000.0, 60_000.0, 200_000.0))  # so that averaging takes time
+        return dataclasses.replace(scenario, twins_bps=twins_bps)
+    return scenario
 
 
 def _fault(

@@ -29,6 +29,8 @@ MADE_PLAIN = (
     "leases",
     "checkpoints",
     "chunk",
+    "policy",
+    "twins_bps",
 )
 
 

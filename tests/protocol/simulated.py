@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from peer import snapshots
@@ -24,7 +25,7 @@ from peer.quorum import Quorum
 from peer.restoring import Origin, Saved
 from peer.trainer import Trainer
 from swarm.averaging.all_reduce import GroupAllReduce
-from swarm.averaging.policy import ExactPolicy
+from swarm.averaging.policy import POLICIES
 from swarm.compute import InlineCompute, Kind
 from swarm.consensus import Vote
 from swarm.errors import StorageError
@@ -137,6 +138,7 @@ class Swarm:
     disk_s: float = 0.0  # about so long a vote takes to be written
     checkpoint_every: int = 0  # steps; 0: none, and nobody goes back
     chunk: int | None = None  # elements of a state that donors give at once; None: as usual
+    policy: str = "exact"
 
     def __post_init__(self) -> None:
         self.context = contextvars.copy_context()  # of no process
@@ -288,7 +290,7 @@ class Swarm:
             links,
             self.pipeline,
             compute,
-            ExactPolicy(reducer, self.gradients),
+            POLICIES[self.policy](reducer, self.gradients),
             OPTIMIZER,
             self.trainer_ids,
             find_leader,
@@ -387,6 +389,13 @@ class Swarm:
         self.events.append((self.loop.now, who, point, facts))
         self.striking.passed(who, point, facts.get("step"))
 
+    def thin_between_twins(self, rate_bps: float) -> None:
+        """From now on the links between replicas of a stage, also of those to come, are so thin:
+        averaging takes long, microbatches do not."""
+        for stage in range(self.num_stages):
+            names = [f"r{stage}.{number}" for number in range(10)]
+            self.network.rates.update(dict.fromkeys(itertools.permutations(names, 2), rate_bps))
+
     @property
     def effects(self) -> Counter[str]:
         """What the faults did, beyond that they were injected."""
@@ -431,6 +440,8 @@ class Swarm:
 
     async def main(self, num_steps: int) -> dict[str, str]:
         self.num_steps = num_steps
+        steps_in_flight = POLICIES[self.policy].steps_in_flight
+        self.plan = replace(self.plan, num_steps=num_steps, steps_in_flight=steps_in_flight)
         self.done: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
         for name in self.trainer_ids:
             self.start_trainer(name)
@@ -495,13 +506,15 @@ class Swarm:
         for name, member in self.members.items():
             server = member.server
             assert server is not None, f"{name} has not joined"
-            assert not server.kept.works, f"{name} keeps {sorted(server.kept.works)}"
-            assert server.kept.kept_bytes == 0, f"{name} keeps {server.kept.kept_bytes} bytes"
+            for part in server.parts:
+                kept, ledger = part.kept, part.ledger
+                assert not kept.works, f"{name} keeps {sorted(kept.works)}"
+                assert kept.kept_bytes == 0, f"{name} keeps {kept.kept_bytes} bytes"
+                assert not ledger.entries, f"{name} has entries of step {ledger.step}"
+                self.evicted += kept.evictions
             assert server.slots.held == 0, f"{name} holds {server.slots.held} slots"
-            self.evicted += server.kept.evictions
             self.resumed += member.catching_up.resumed if member.catching_up else 0
             assert not server.tasks, f"{name} runs {len(server.tasks)} tasks"
-            assert not server.ledger.entries, f"{name} has entries of step {server.ledger.step}"
 
     async def stop(self, name: str) -> None:
         member, task = self.members.pop(name), self.tasks.pop(name)

@@ -15,6 +15,7 @@ from torch import Tensor, nn, tanh
 
 from peer.baseline import Baseline
 from peer.leader import Plan, StepResult
+from swarm.averaging.policy import POLICIES
 from swarm.model.custom import CustomPipeline, Pipeline
 from swarm.schedule import Schedule
 
@@ -109,10 +110,14 @@ def plan(num_microbatches: int = 4, num_steps: int = 3, **more: Any) -> Plan:
 
 @functools.cache
 def baseline(
-    num_steps: int = 3, num_microbatches: int = 4, poisoned: tuple[Place, ...] = ()
+    num_steps: int = 3,
+    num_microbatches: int = 4,
+    poisoned: tuple[Place, ...] = (),
+    policy: str = "exact",
 ) -> tuple[str, list[StepResult]]:
     """sha256 and step results of the one-process run."""
     batches = TinyBatches(poisoned=poisoned)
-    oracle = Baseline(plan(num_microbatches), shared_pipeline(1), batches, OPTIMIZER)
+    chosen = plan(num_microbatches, steps_in_flight=POLICIES[policy].steps_in_flight)
+    oracle = Baseline(chosen, shared_pipeline(1), batches, OPTIMIZER)
     results = list(oracle.steps(num_steps))
     return oracle.report()["sha256"], results

@@ -10,7 +10,7 @@ import pytest
 
 from peer.watch import Stand, Watch
 from swarm.errors import StreamClosedError
-from swarm.step import Issue
+from swarm.step import Issue, Step
 
 
 class Told(Watch):
@@ -21,7 +21,7 @@ class Told(Watch):
         super().__init__(leader)
         self.stands = stands
 
-    async def _stand(self, replica: str, index: int = 0) -> Stand:
+    async def _stand(self, replica: str, step: Step, index: int = 0) -> Stand:
         stand = self.stands[int(replica)]
         if isinstance(stand, Exception):
             raise stand

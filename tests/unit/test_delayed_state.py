@@ -1,0 +1,198 @@
+"""The state of the delayed policy: which version of the parameters is when, and what a commit
+leaves as it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from peer import checkpoints
+from peer.baseline import Baseline
+from peer.checkpointing import write_state
+from peer.inquiries import snapshot_mark
+from peer.resume import CheckpointReader
+from peer.snapshots import Snapshot
+from swarm.averaging.policy import POLICIES
+from swarm.delayed_state import PREVIOUS, DelayedState, State, new_state
+from swarm.ledger import Do, Ledger
+from swarm.optim import make_optimizer
+from swarm.placement import estimate_memory
+from swarm.terms import Term
+from tests.protocol.tiny import OPTIMIZER, TinyBatches, baseline, plan, shared_pipeline
+
+STEPS = 5
+
+
+def state(steps_in_flight: int = 2) -> State:
+    return new_state(
+        lambda: shared_pipeline(1).build_stage(0), OPTIMIZER, steps_in_flight=steps_in_flight
+    )
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    return {name: torch.from_numpy(each) for name, each in TinyBatches().batch(step, 0).items()}
+
+
+def count(state: State, step: int) -> Tensor:
+    """One microbatch of a step in the oldest version; its gradient."""
+    version = state.live[0]
+    version.backward(version.forward(step, 0, (), batch(step), 4.0), None, count=True)
+    return version.accumulator.to(torch.float32)
+
+
+def test_each_step_is_computed_one_step_stale() -> None:
+    """Against the rule itself, with an optimizer of its own: V_(s+1) from V_s and the gradient of s
+    at V_(s-1)."""
+    ours = state()
+    optimizer = make_optimizer(OPTIMIZER, ours.layout)
+    versions = [ours.parameters.clone()]
+    applied = 0
+    for step in range(STEPS):
+        assert torch.equal(ours.live[0].parameters, versions[max(step - 1, 0)])
+        assert torch.equal(ours.live[1].parameters, versions[step])
+        gradient = count(ours, step)
+        newest = versions[step].clone()
+        if step == 2:  # not finite, say
+            ours.skip()
+        else:
+            applied += 1
+            optimizer.step(newest, gradient, lr=0.1, scale=0.5, step=applied)
+            ours.apply(gradient, lr=0.1, scale=0.5)
+        versions.append(newest)
+        assert torch.equal(ours.parameters, newest)
+        assert ours.updates == applied
+        assert not ours.accumulator.any()
+    assert len({tuple(each.tolist()) for each in versions}) == STEPS
+
+
+def test_the_baseline_differs_from_the_exact_one_from_the_second_step_on() -> None:
+    losses = {name: [each.loss for each in baseline(4, policy=name)[1]] for name in POLICIES}
+    exact, delayed = losses["exact"], losses["delayed"]
+    assert exact[0] == delayed[0]
+    assert all(a != b for a, b in zip(exact[1:], delayed[1:], strict=True))
+    assert baseline(1)[0] == baseline(1, policy="delayed")[0]
+
+
+def test_a_commit_leaves_the_next_steps_work_as_it_is() -> None:
+    """A forward before the commit, its backward after it: the gradient of V_s, and it stays."""
+    alone, ours = state(), state()
+    for each in (alone, ours):
+        each.apply(count(each, 0), lr=0.1, scale=1.0)
+    version = alone.live[1]
+    version.backward(version.forward(2, 0, (), batch(2), 4.0), None, count=True)
+
+    version = ours.live[1]
+    graph = version.forward(2, 0, (), batch(2), 4.0)
+    ours.apply(count(ours, 1), lr=0.1, scale=1.0)
+    version.backward(graph, None, count=True)
+    assert version is ours.live[0]
+    assert torch.equal(ours.accumulator, alone.live[1].accumulator)
+    assert ours.accumulator.any()
+
+
+def test_a_state_that_travels_goes_on_with_the_same_bits() -> None:
+    first, second = state(), state()
+    for step in range(3):
+        first.apply(count(first, step), lr=0.1, scale=1.0)
+    assert list(first.tensors()) == [
+        "parameters",
+        "optimizer.exp_avg",
+        "optimizer.exp_avg_sq",
+        PREVIOUS,
+    ]
+    count(second, 7)  # to be forgotten
+    second.load({name: each.clone() for name, each in first.tensors().items()}, first.updates)
+    for step in range(3, 6):
+        assert first.fingerprint() == second.fingerprint()
+        for each in (first, second):
+            each.apply(count(each, step), lr=0.1, scale=1.0)
+    assert first.tensor_hashes() == second.tensor_hashes()
+
+
+def test_the_fingerprint_covers_both_versions() -> None:
+    ours = state()
+    ours.apply(count(ours, 0), lr=0.1, scale=1.0)
+    mark = ours.fingerprint()
+    tensors = {name: each.clone() for name, each in ours.tensors().items()}
+    assert snapshot_mark(Snapshot(1, 1, "", None, tensors)) == mark
+    ours.live[0].parameters[0] += 1.0
+    assert ours.fingerprint() != mark
+
+
+def test_ledgers_that_take_turns() -> None:
+    term = Term(0, 1, "a#1")
+    ledger = Ledger(step=1, stride=2)
+    ledger.see(term)
+    assert ledger.on_call(term, 1, 0, 1, 0).do is Do.RUN
+    assert ledger.on_call(term, 3, 0, 1, 0).do is Do.AWAIT_COMMIT
+    assert ledger.on_call(term, 2, 0, 1, 0).do is Do.REFUSE
+    assert ledger.on_call(term, 5, 0, 1, 0).do is Do.REFUSE
+
+
+def test_it_takes_memory_for_a_second_version() -> None:
+    exact, delayed = estimate_memory(1000), estimate_memory(1000, steps_in_flight=2)
+    assert delayed.total - exact.total == 4000 + 8000
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def write(where: Path, state: State, step: int) -> Path:
+    """A checkpoint of `state` as two stages would be read from it."""
+    snapshot = Snapshot(step, state.updates, "", None, state.tensors())
+    snapshot.fingerprint = snapshot_mark(snapshot)
+    staging = checkpoints.begin(where, step)
+    entry = write_state(staging, shared_pipeline(1), 0, snapshot)
+    facts: dict[str, Any] = {"run_id": "0" * 32, "config": {}, "stages": [entry]}
+    return checkpoints.complete(staging, {"step": step, **facts})
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_a_checkpoint_holds_both_versions_whatever_the_cut(tmp_path: Path, num_stages: int) -> None:
+    ours = state()
+    for step in range(3):
+        ours.apply(count(ours, step), lr=0.1, scale=1.0)
+    pipeline = shared_pipeline(num_stages)
+    reader = CheckpointReader(write(tmp_path, ours, 3), pipeline, OPTIMIZER, 2)
+    names = ours.layout.slices(ours.parameters)
+    before = ours.layout.slices(ours.live[0].parameters)
+    for stage in range(num_stages):
+        read = new_state(lambda k=stage: pipeline.build_stage(k), OPTIMIZER, steps_in_flight=2)  # type: ignore[misc]
+        snapshot = reader.snapshot(stage)
+        read.load(snapshot.tensors, snapshot.updates)
+        assert isinstance(read, DelayedState)
+        assert read.fingerprint() == snapshot.fingerprint
+        for name, each in read.layout.slices(read.parameters).items():
+            assert torch.equal(each, names[name])
+        for name, each in read.layout.slices(read.live[0].parameters).items():
+            assert torch.equal(each, before[name])
+
+
+def test_a_checkpoint_of_another_policy_serves_as_first_weights_do(tmp_path: Path) -> None:
+    exact, delayed = state(1), state(2)
+    for each in (exact, delayed):
+        for step in range(3):
+            each.apply(count(each, step), lr=0.1, scale=1.0)
+    one, two = write(tmp_path / "one", exact, 3), write(tmp_path / "two", delayed, 3)
+    read = CheckpointReader(one, shared_pipeline(1), OPTIMIZER, 2).snapshot(0)
+    assert torch.equal(read.tensors[PREVIOUS], exact.parameters)
+    assert torch.equal(read.tensors["parameters"], exact.parameters)
+    read = CheckpointReader(two, shared_pipeline(1), OPTIMIZER).snapshot(0)
+    assert PREVIOUS not in read.tensors
+    assert torch.equal(read.tensors["parameters"], delayed.parameters)
+
+
+def test_a_baseline_that_resumes_ends_with_the_same_bits(tmp_path: Path) -> None:
+    def oracle() -> Baseline:
+        return Baseline(plan(steps_in_flight=2), shared_pipeline(1), TinyBatches(), OPTIMIZER)
+
+    first, second = oracle(), oracle()
+    list(first.steps(3))
+    path = write(tmp_path, first.state, 3)
+    second.resume(CheckpointReader(path, shared_pipeline(1), OPTIMIZER, 2).snapshot(0))
+    assert [each.step for each in second.steps(6)] == [3, 4, 5]
+    assert second.report()["sha256"] == baseline(6, policy="delayed")[0]
