@@ -298,7 +298,8 @@ class Orders:
         if self._round_ballot is not None and self._round_ballot <= ballot:
             self._stop_round()
         mine = self.prepared.ballot if self.prepared else None
-        if mine is not None and mine.term == ballot.term and mine <= ballot:
+        # What was prepared of an earlier step is committed, or this one would not be averaged.
+        if mine is not None and mine[:2] == ballot[:2] and mine <= ballot:
             self.prepared = None
         return Message({})
 
