@@ -19,6 +19,8 @@ Where this differs from the published code, and why:
 - shares alone notice a replica that slows down only when it answers, late. So what is outstanding
   counts too: whoever would finish its queue much later than another of its stage comes last until
   it has caught up, and what it missed meanwhile is not owed to it;
+- a replica at its limit is waited for where it is due and would be done sooner than the others, or
+  a slow twin would be filled up whenever the fast one is;
 - a device may serve several stages. It has one virtual time: what it is given in one stage counts
   in all, so its time goes where the others of its stage are busiest, as it should.
 """
@@ -267,7 +269,15 @@ class Router:
     ) -> dict[str, str]:
         """Per replica of the stage, why it cannot be chosen now, or "" where it can."""
         entries = self._stages.get(stage, _Stage()).replicas.values()
-        return {e.name: self._blocked(e, exclude, now, beside) for e in entries}
+        reasons = {e.name: self._blocked(e, exclude, now, beside) for e in entries}
+        full = [
+            e for e in entries
+            if self._used_up(e) and not self._blocked(e, exclude, now, beside, full_is_fine=True)
+        ]  # fmt: skip
+        for entry in entries:
+            if not reasons[entry.name] and (other := self._sooner(entry, full, now)):
+                reasons[entry.name] = f"{other} is due, and sooner done"
+        return reasons
 
     def shares(self, stage: int, now: float = 0.0) -> dict[str, float]:
         """The share of the stage's work each replica is due at present rates and scores."""
@@ -316,10 +326,11 @@ class Router:
     ) -> list[_Replica]:
         """Who may be chosen, best first. Changes only who is known to lag."""
         entries = self._stages.setdefault(stage, _Stage())
-        free = []
+        free, full = [], []
         for entry in entries.replicas.values():
             if self._used_up(entry):
                 entry.lagging = True
+                full.append(entry)
             else:
                 free.append(entry)
         late = self._late(free, now)
@@ -344,7 +355,20 @@ class Router:
             )
 
         allowed = [entry for entry in free if not self._blocked(entry, exclude, now, beside)]
-        return sorted(allowed, key=rank)
+        usable = [e for e in full if not self._blocked(e, exclude, now, beside, full_is_fine=True)]
+        return sorted((e for e in allowed if not self._sooner(e, usable, now)), key=rank)
+
+    def _sooner(self, entry: _Replica, full: Collection[_Replica], now: float) -> str:
+        """Who of those at their limit is due before `entry` and would be done before it, or ""."""
+        if not full or entry.probe or self._stale(entry, now):
+            return ""
+        cost = self._cost(entry, now)
+        due, done = entry.virtual_s + cost, (entry.outstanding + 1) * cost
+        for other in full:
+            cost = self._cost(other, now)
+            if other.virtual_s + cost < due and (other.outstanding + 1) * cost < done:
+                return other.name
+        return ""
 
     def _late(self, free: Collection[_Replica], now: float) -> set[str]:
         """Those whose queue would end much later than the shortest one of the stage.
@@ -407,11 +431,17 @@ class Router:
         return path
 
     def _blocked(
-        self, entry: _Replica, exclude: Collection[str], now: float, beside: Collection[str]
+        self,
+        entry: _Replica,
+        exclude: Collection[str],
+        now: float,
+        beside: Collection[str],
+        *,
+        full_is_fine: bool = False,
     ) -> str:
         if entry.name in exclude:
             return "excluded"
-        if self._used_up(entry):
+        if self._used_up(entry) and not full_is_fine:
             return f"at its limit of {self._limit(entry)} outstanding"
         for neighbour in beside:
             if not self._reach(entry.name, neighbour, now):

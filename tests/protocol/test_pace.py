@@ -11,6 +11,8 @@ import itertools
 import statistics
 from collections import Counter
 
+import pytest
+
 from tests.protocol.simulated import Fault, Swarm, baseline, plan
 
 MICROBATCHES, STEPS = 24, 12
@@ -159,9 +161,10 @@ def test_the_suspected_that_wakes_goes_on_with_what_it_had() -> None:
 # ---- slow is not dead ----------------------------------------------------------------------------
 
 
-def test_a_replica_ten_times_slower_gets_a_tenth_of_its_twins_work() -> None:
+@pytest.mark.parametrize("microbatches", [44, 88, 160])
+def test_a_replica_ten_times_slower_gets_a_tenth_of_its_twins_work(microbatches: int) -> None:
     """In a whole swarm, its neighbours at full speed: nobody is left out, and nobody waits long."""
-    microbatches, steps = 160, 4
+    steps = 4
     swarm = Swarm(
         num_stages=3,
         replicas=(2, 2, 2),
