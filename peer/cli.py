@@ -7,12 +7,14 @@ answers at once. Every expected failure is one line that says what to do (`peer.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from peer.cli_errors import fail_in_one_line
+from peer.places import cache_home
 from swarm.errors import StorageError
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
@@ -506,11 +508,18 @@ def serve(
         )
 
 
+def _keep_tidy() -> None:
+    """Importing torch makes a directory in /tmp, and leaves it there, unless told of another."""
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "torch"))
+
+
 def main() -> None:
     """The `swarm` command."""
+    _keep_tidy()
     app()
 
 
 def peer_main() -> None:
     """The `swarm-peer` command."""
+    _keep_tidy()
     peer_app()

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from peer.flags import check_addresses
 from peer.interrupt import until_interrupted
 from peer.places import data_home, fresh_directory, is_free, run_directory, tcp_ports
 from swarm.config import RunConfig, canonical_bytes, load_config, with_trainers
@@ -47,6 +48,7 @@ def lead(
     from swarm.net.link import parse_link
     from swarm.placement import MovePolicy
 
+    check_addresses(listen, announce)
     config = load_config(run)
     if accept_loss and resume is None:
         raise ConfigError("--accept-loss alone does nothing", "add --resume DIR")

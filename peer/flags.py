@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from swarm.errors import ConfigError, DeviceError
@@ -18,6 +19,17 @@ def stage_numbers(text: str) -> tuple[int, ...]:
             f"--stage {text!r} is neither auto nor a number", "try --stage auto, or --stage 0,2"
         )
     return tuple(dict.fromkeys(int(each) for each in numbers))
+
+
+def check_addresses(listen: Sequence[str], announce: Sequence[str]) -> None:
+    """`--listen`, `--announce`, as far as can be told without a network. Raises ConfigError."""
+    for option, addresses in (("--listen", listen), ("--announce", announce)):
+        for address in addresses:
+            if not re.fullmatch(r"/[a-z0-9]+/[^/\s]+(/[^/\s]+)*", address):
+                raise ConfigError(
+                    f"{option} {address!r} is not a multiaddress",
+                    "write it like /ip4/0.0.0.0/tcp/4001",
+                )
 
 
 def check_device_name(wanted: str) -> None:

@@ -22,6 +22,12 @@ def data_home() -> Path:
     return Path(base) / "swarm-parallel"
 
 
+def cache_home() -> Path:
+    """Where what can be made again is kept (XDG base directories)."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "swarm-parallel"
+
+
 def run_directory(config: RunConfig, chosen: Path | None) -> Path:
     """`runs/NAME-ID` here, unless chosen otherwise."""
     safe = "".join(c if c.isalnum() or c in "-_" else "-" for c in config.run.name)

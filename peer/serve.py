@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from peer.flags import (
+    check_addresses,
     check_device_name,
     check_pipeline_name,
     check_pretrained_directory,
@@ -53,6 +54,7 @@ def serve_stage(
 
     stages = stage_numbers(stage)
     check_device_name(device)
+    check_addresses(listen, announce)
     check_pipeline_name(allow_pipeline)
     check_pretrained_directory(pretrained)
     home = data_dir or data_home() / "peer"
