@@ -63,11 +63,16 @@ class Following:
         self.news = asyncio.Event()
         self._taken = asyncio.Event()  # a gradient was applied, there is room for another
         self._task: asyncio.Task[bool] | None = None
+        self._first = 0  # the step that the task began with
 
     @property
     def running(self) -> bool:
         """Whether what is committed is being collected."""
         return self._task is not None and not self._task.done()
+
+    def covers(self, step: int) -> bool:
+        """Whether the gradient of `step` is here, or will be: it may be collected from later on."""
+        return step in self.ahead or (self.running and self._first <= step)
 
     def take(self, step: int) -> Fetched:
         """The gradient of `step`, which is here, to be applied."""
@@ -85,7 +90,7 @@ class Following:
         """Collect the gradients from `step` on (None: from this state on); `base` is the record
         before. What is collected already stays."""
         self.stop()
-        step = self.server.ledger.step if step is None else step
+        step = self._first = self.server.ledger.step if step is None else step
         while step in self.ahead:
             base, step = self.ahead[step][0], step + 1
         self._task = self._tasks.spawn(self._follow(channels, step, base), "follow")

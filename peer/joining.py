@@ -92,7 +92,7 @@ class CatchUp:
         if record is not None and missed and orders.valid and not self.following:
             await orders.commit(record)  # a commit that was missed: its members have it
         if orders.valid and 0 < server.ledger.step < step:
-            if not self.following:
+            if not self.updates.covers(server.ledger.step):
                 self.updates.begin(await self._channels(donors), orders.record)
             await self._replay(step)
         while server.ledger.step < step or not orders.valid:
@@ -325,7 +325,7 @@ class CatchUp:
         while orders.valid:
             step = server.ledger.step
             if step not in self.updates.ahead:
-                if step >= until or not self.following:
+                if step >= until or not self.updates.covers(step):
                     return
                 self.updates.news.clear()
                 try:
