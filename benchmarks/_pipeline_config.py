@@ -12,7 +12,13 @@ STAGES = 2
 
 
 def pipeline_config(
-    options: Any, accumulate: str, *, stages: int = STAGES, gradients: str = "float32", **model: Any
+    options: Any,
+    accumulate: str,
+    *,
+    stages: int = STAGES,
+    gradients: str = "float32",
+    policy: str = "exact",
+    **model: Any,
 ) -> RunConfig:
     """`options` holds microbatches, microbatch_size, sequence and wire; `model` more of [model]."""
     config = {key: value for key, value in LLAMA.items() if key != "use_cache"}
@@ -28,7 +34,7 @@ def pipeline_config(
             "optimizer": {"name": "adamw", "lr": 3e-4},
             "schedule": {"kind": "constant", "warmup_steps": 0, "steps": 10_000},
             "wire": {"activations": options.wire, "gradients": gradients},
-            "update": {"accumulate": accumulate},
+            "update": {"policy": policy, "accumulate": accumulate},
             "validation": {"every": 0},
             "checkpoint": {"every": 0},
         },

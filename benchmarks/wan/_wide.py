@@ -77,7 +77,9 @@ pipeline = Pipeline(
 )
 
 
-def wide(*, microbatches: int, microbatch_size: int, wire: dict[str, str]) -> RunConfig:
+def wide(
+    *, microbatches: int, microbatch_size: int, wire: dict[str, str], policy: str = "exact"
+) -> RunConfig:
     """A run of it. `Sizes.export` must have been called in this process before this module was
     imported in those that run it."""
     sections: dict[str, Any] = {
@@ -88,7 +90,7 @@ def wide(*, microbatches: int, microbatch_size: int, wire: dict[str, str]) -> Ru
         "optimizer": {"name": "sgd", "lr": 1e-9, "momentum": 0.0, "weight_decay": 0.0},
         "schedule": {"kind": "constant", "warmup_steps": 0, "steps": 100_000},
         "wire": wire,
-        "update": {"accumulate": "float32"},
+        "update": {"policy": policy, "accumulate": "float32"},
         "validation": {"every": 0},
         "checkpoint": {"every": 0},
     }

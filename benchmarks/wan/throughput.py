@@ -83,12 +83,20 @@ def config_of(setting: Setting, options: argparse.Namespace) -> RunConfig:
         number = TOKENS // (REAL_MICROBATCH * REAL_SEQUENCE)
         run = argparse.Namespace(wire=setting.boundaries, microbatches=number, **sizes)
         thin = {} if setting.width == HIDDEN else {"subspace": setting.width}
-        return pipeline_config(run, "float32", stages=STAGES, gradients=setting.gradients, **thin)
+        return pipeline_config(
+            run,
+            "float32",
+            stages=STAGES,
+            gradients=setting.gradients,
+            policy=options.policy,
+            **thin,
+        )
     Sizes(width=setting.width, sequence=SEQUENCE, parameters=options.parameters).export()
     return wide(
         microbatches=MICROBATCHES,
         microbatch_size=MICROBATCH,
         wire={"activations": setting.boundaries, "gradients": setting.gradients},
+        policy=options.policy,
     )
 
 
@@ -172,6 +180,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=0, help="of a stage")
     parser.add_argument("--seconds", type=float, default=20.0, help="to measure each for")
     parser.add_argument("--steps", type=int, default=20, help="at most, of each")
+    parser.add_argument("--policy", default="exact", choices=["exact", "delayed"])
     parser.add_argument(
         "--keep-window", action="store_true", help="hosts with tcp_slow_start_after_idle = 0"
     )
@@ -195,7 +204,7 @@ def main() -> None:
             flush=True,
         )
         model = "real model" if options.real else f"{options.parameters} parameters"
-        metric = f"{profile}, {congestion}, {name}, {model}"
+        metric = f"{profile}, {congestion}, {name}, {options.policy}, {model}"
         results.append(result(metric, rate, "tokens/s"))
         if lan:
             goal = GOALS.get(profile)
