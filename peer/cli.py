@@ -346,6 +346,20 @@ def write_report(
 
 
 @app.command()
+def checkpoint(
+    directory: Annotated[
+        Path, typer.Argument(metavar="RUN_DIR", help="Of a leader that trains on this machine.")
+    ],
+    debug: Debug = False,
+) -> None:
+    """Have the leader save the run now, after the step it is in."""
+    with fail_in_one_line(debug):
+        from peer.on_demand import save_now
+
+        typer.echo(f"wrote {save_now(directory, typer.echo)}")
+
+
+@app.command()
 def export(
     directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Run or checkpoint.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Hugging Face directory to write.")],

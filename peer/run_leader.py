@@ -29,6 +29,7 @@ from peer.launch import (
 from peer.leader import Leader, StepResult
 from peer.members import Standing
 from peer.observe import Observations
+from peer.on_demand import take_wish
 from peer.publish import Status
 from peer.quorum import Quorum
 from peer.report import ReportWriter, final_report, step_line
@@ -326,7 +327,8 @@ class LeaderProcess:
             self.status.state = "training"
             self.events.emit("validation", step=result.step, loss=result.validation_loss)
         every = config.checkpoint.every
-        if every and done % every == 0:
+        due = every > 0 and done % every == 0
+        if take_wish(self.run_dir) or due:
             await checkpointer.take(leader)
 
     async def _farewell(self, trainer: Trainer[dict[str, Any]], leader: Leader) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,32 @@ def test_a_stage_is_lost_and_a_new_peer_takes_it_from_the_checkpoint(
     events = runs.events("one")
     assert [each["stage"] for each in events if each["event"] == "paused"] == [1]
     assert [each["step"] for each in events if each["event"] == "epoch"] == [3]
+
+
+def test_a_checkpoint_is_written_when_asked_for(forks: Forks, tmp_path: Path) -> None:
+    """The run has none of its own; it goes on from that one, to the bit."""
+    run, where = toml(tmp_path / "run.toml", steps=100_000, stages=1), tmp_path / "first"
+    begun = forks.swarm("up", run, "--dir", where, "--threads", "1", "--plain")
+    begun.says("step 2 ")
+    asked = forks.swarm("checkpoint", where)
+    assert asked.code() == 0, asked
+    assert asked.err == ""
+    (saved,) = (where / "checkpoints").iterdir()
+    assert asked.out.endswith(f"wrote {saved}\n")
+    begun.signal(signal.SIGINT)
+    assert begun.code() == 130, begun
+    step = int(saved.name.removeprefix("step-"))
+    steps = ("--steps", str(step + 2), "--threads", "1")
+    more = forks.swarm("up", run, *steps, "--resume", where)
+    oracle = forks.swarm("baseline", run, *steps)
+    assert (more.code(), oracle.code()) == (0, 0), (more, oracle)
+    assert f"resuming from step {step}" in more.out
+    assert [line for line in more.out.splitlines() if line.startswith("finished:")] == [
+        line for line in oracle.out.splitlines() if line.startswith("finished:")
+    ]
+    over = forks.swarm("checkpoint", where)
+    assert over.code() == 3, over
+    assert over.err.count("\n") == 1, over.err
 
 
 def test_up_and_baseline_resume(forks: Forks, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ FLAGS = {
     "status": "WHERE --debug --json",
     "dashboard": "--data-dir --debug --hide-join --host --join --port",
     "report": "RUN_DIR --debug --out",
+    "checkpoint": "RUN_DIR --debug",
     "export": "RUN_DIR OUT --debug",
     "generate": "DIR TEXT --debug --seed --temperature --tokens",
     "plan": "RUN.toml --debug --json --machines",

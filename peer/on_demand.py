@@ -1,0 +1,78 @@
+"""`swarm checkpoint`: have the leader save the run when a person asks, not only every k steps.
+
+Leader and asker are two processes of one machine that share the run's directory, so the wish is a
+file in it and the answer is the event that tells of every checkpoint. A wish that nobody takes back
+(its asker was killed) costs one checkpoint too many.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from peer.status import STALE_S
+from swarm.errors import DataError, StorageError
+from swarm.events import EventTail, read_status
+from swarm.words import number
+
+WISH = "checkpoint.wanted"
+POLL_S = 0.1
+
+
+def take_wish(run_dir: Path) -> bool:
+    """Whether somebody wants a checkpoint; whoever asks has to write it."""
+    try:
+        (run_dir / WISH).unlink()
+    except OSError:
+        return False
+    return True
+
+
+def save_now(run_dir: Path, say: Callable[[str], None] = print) -> Path:
+    """Have the leader of `run_dir` write a checkpoint after the step it is in, and wait for it.
+
+    Raises DataError when no leader trains there (any more), StorageError when the wish or the
+    checkpoint cannot be written. Interrupted, it takes the wish back.
+    """
+    why = _nobody_leads(run_dir)
+    if why:
+        raise DataError(why, "name the run directory of a leader that trains")
+    told = EventTail(run_dir / "events.jsonl", from_end=True)
+    try:
+        (run_dir / WISH).touch()
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise StorageError(
+            f"cannot write into {run_dir}: {reason}", "ask as the user who leads the run"
+        ) from None
+    say("asked for a checkpoint; it is written after the present step")
+    try:
+        while True:
+            why = _nobody_leads(run_dir)  # looked at first: its last words come before its end
+            for event in told.read():
+                if event["event"] == "checkpoint" and "path" in event:
+                    return Path(str(event["path"]))
+                if event["event"] == "checkpoint":
+                    reason = str(event.get("reason"))
+                    raise StorageError(f"no checkpoint of step {event.get('step')}: {reason}")
+            if why:
+                raise DataError(why, "start the leader, then ask again")
+            time.sleep(POLL_S)
+    finally:
+        take_wish(run_dir)
+
+
+def _nobody_leads(run_dir: Path) -> str:
+    """Why nobody would answer; empty if somebody will."""
+    status = read_status(run_dir / "status.json")
+    if status is None:
+        return f"{run_dir} is no run directory with a status"
+    state = str(status.get("state"))
+    if state in ("finished", "failed"):
+        return f"the run in {run_dir} has {state}"
+    if state == "standing by":
+        return "another trainer leads this run"
+    if time.time() - number(status.get("updated_at")) > STALE_S:
+        return f"the leader of {run_dir} does not run now"
+    return ""
