@@ -32,6 +32,9 @@ from swarm.wire.boundaries import LOSSLESS, BoundaryCodecs
 
 log = logging.getLogger(__name__)
 RETRY_S = (0.2, 30.0)  # first and longest pause between attempts to find the leader
+# A pause is at most this share of the time without a leader: whoever starts again within a quarter
+# of a minute has its replicas back while it still waits for what they have counted (`ADOPT_S`).
+RETRY_SHARE = 0.15
 
 
 class Member:
@@ -109,15 +112,18 @@ class Member:
         Raises JoinError only for what time cannot mend: another run, another version, a stage
         that does not exist.
         """
-        pause = RETRY_S[0]
+        loop = asyncio.get_running_loop()
+        since = loop.time()  # it looks for the leader, or for a state
         while not self.finished.is_set():
             trouble = ""
             try:
                 channel, position = await self._find_and_join()
                 try:
                     await self._catch_up(channel, position)
-                    pause = RETRY_S[0]
-                    await self._stay(channel)
+                    try:
+                        await self._stay(channel)
+                    finally:
+                        since = loop.time()
                 except RefusedError as error:  # the leader is there, the state is not
                     trouble = f"cannot serve yet: {error.message}"
                     raise
@@ -129,8 +135,8 @@ class Member:
                 return
             lost = "lost the leader, looking for it" if self.server else "looking for the leader"
             self.say(trouble or lost)
+            pause = max(RETRY_S[0], min(RETRY_SHARE * (loop.time() - since), RETRY_S[1]))
             await self._finished_within(pause * self.random.uniform(0.8, 1.2))
-            pause = min(pause * 2, RETRY_S[1])
 
     async def _find_and_join(self) -> tuple[Channel, Mapping[str, Any]]:
         """Join with the first trainer that leads; the others say that they do not.

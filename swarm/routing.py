@@ -20,7 +20,8 @@ Where this differs from the published code, and why:
   counts too: whoever would finish its queue much later than another of its stage comes last until
   it has caught up, and what it missed meanwhile is not owed to it;
 - a replica at its limit is waited for where it is due and would be done sooner than the others, or
-  a slow twin would be filled up whenever the fast one is;
+  a slow twin would be filled up whenever the fast one is; but not by what has a part of its route
+  behind it, for that may hold the slot which the work of that replica waits for;
 - a device may serve several stages. It has one virtual time: what it is given in one stage counts
   in all, so its time goes where the others of its stage are busiest, as it should.
 """
@@ -238,12 +239,14 @@ class Router:
         fixed: Mapping[int, str] | None = None,
         *,
         reluctantly: bool = False,
+        patient: bool = True,
     ) -> list[Choice] | None:
         """One replica per stage, neighbours within reach of each other.
 
         `fixed` keeps the surviving hops of an earlier route: those are neither excluded nor
         counted as drawn. None when no such route exists now; then nothing is drawn. `reluctantly`
-        takes neighbours that were out of each other's reach as well.
+        takes neighbours that were out of each other's reach as well. Who is not `patient` waits for
+        nobody at its limit, and goes there if all are: what a replica is full of may wait for him.
         """
         fixed = fixed or {}
         candidates: list[list[str]] = []
@@ -251,7 +254,8 @@ class Router:
             if stage in fixed:
                 candidates.append([fixed[stage]])
             else:
-                candidates.append([e.name for e in self._ranked(stage, exclude, now, ())])
+                ranked = self._ranked(stage, exclude, now, (), patient=patient)
+                candidates.append([each.name for each in ranked])
         path = self._walk(candidates, math.inf if reluctantly else now)
         if path is None:
             return None
@@ -322,7 +326,13 @@ class Router:
     # ---- how ----------------------------------------------------------------------------------
 
     def _ranked(
-        self, stage: int, exclude: Collection[str], now: float, beside: Collection[str]
+        self,
+        stage: int,
+        exclude: Collection[str],
+        now: float,
+        beside: Collection[str],
+        *,
+        patient: bool = True,
     ) -> list[_Replica]:
         """Who may be chosen, best first. Changes only who is known to lag."""
         entries = self._stages.setdefault(stage, _Stage())
@@ -356,6 +366,8 @@ class Router:
 
         allowed = [entry for entry in free if not self._blocked(entry, exclude, now, beside)]
         usable = [e for e in full if not self._blocked(e, exclude, now, beside, full_is_fine=True)]
+        if not patient:
+            return sorted(allowed or usable, key=rank)
         return sorted((e for e in allowed if not self._sooner(e, usable, now)), key=rank)
 
     def _sooner(self, entry: _Replica, full: Collection[_Replica], now: float) -> str:

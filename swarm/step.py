@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from swarm.routing import Router
@@ -130,9 +131,10 @@ class Step:
         hops = self.hops[index]
         kept = {stage: name for stage, name in enumerate(hops) if name is not None}
         stages = range(self.num_stages)
-        drawn = self.router.route(stages, exclude, now, kept)
+        draw = partial(self.router.route, stages, exclude, now, kept, patient=not kept)
+        drawn = draw()
         if drawn is None:  # better two who could not reach each other than nobody
-            drawn = self.router.route(stages, exclude, now, kept, reluctantly=True)
+            drawn = draw(reluctantly=True)
         if drawn is None:
             return None
         self.begun.add(index)

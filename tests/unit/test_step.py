@@ -52,6 +52,33 @@ def test_a_failed_try_keeps_its_route_until_somebody_is_fenced() -> None:
     assert third.route[1] != first.route[1]
 
 
+@pytest.mark.parametrize("slow_is_full", [False, True])
+def test_what_is_begun_waits_for_nobody_who_may_wait_for_it(slow_is_full: bool) -> None:
+    """It holds a slot of 0.a; another one waits for that slot, and counts as outstanding at 1.fast.
+    Anything new waits for 1.fast, which is due and sooner done."""
+    step = step_with("0.a", "1.fast", "1.slow", "1.dead")
+    router = step.router
+    for stage in (0, 1):
+        router.grant(stage, 1)
+    for name, seconds in (("1.fast", 1.0), ("1.slow", 10.0), ("1.dead", 1.0)):
+        router.choose(1, [each for each in step.replicas(1) if each != name])  # its probe
+        router.observe(name, seconds)
+    router.begin_step()
+    begun = step.issue(0, 0.0, exclude=["1.fast", "1.slow"])
+    assert begun is not None
+    assert begun.route == ("0.a", "1.dead")
+    step.expel("1.dead", "it died")
+    router.remove("1.dead")
+    router.started("1.fast")
+    assert step.issue(1, 0.0) is None
+    if slow_is_full:
+        router.started("1.slow")
+    again = step.issue(0, 0.0)
+    assert again is not None
+    assert again.route == ("0.a", "1.fast" if slow_is_full else "1.slow")
+    assert again.replay
+
+
 def test_an_expelled_replicas_share_is_issued_again_past_the_same_survivors() -> None:
     step = step_with("0.a", "1.a", "1.b")
     run_all(step)

@@ -1,0 +1,86 @@
+"""Leaders that die or are cut off within a step: what is counted stands, and the majority goes on.
+
+Random ones are in `test_scenarios.py`; every point at which one may die, in `test_matrix.py`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.protocol.simulated import LEADER, Fault, Swarm, baseline, plan
+
+TRAINERS = ("t0", "t1", "t2")
+
+
+def counted(swarm: Swarm) -> Counter[tuple[int, int, int]]:
+    """How often each microbatch was counted: by stage, step and index."""
+    return Counter(
+        (int(who[1]), facts["step"], facts["index"])
+        for _, who, point, facts in swarm.events
+        if point == "counted"
+    )
+
+
+def times(swarm: Swarm, point: str, *who: str) -> list[float]:
+    return [at for at, name, passed, _ in swarm.events if passed == point and name in who]
+
+
+@pytest.mark.parametrize("trainers", [(LEADER,), TRAINERS], ids=["one", "three"])
+@pytest.mark.parametrize("point", ["acknowledged", "prepared"])
+@pytest.mark.parametrize("away_s", [1.0, 6.0, 14.0])
+def test_nothing_that_is_counted_is_computed_again(
+    away_s: float, point: str, trainers: tuple[str, ...]
+) -> None:
+    """The leader dies within a step. Its next life, or another of the three, finishes that step:
+    all that its replicas had counted stands, however long they had nobody."""
+    fault = Fault(point, "kill", step=1, count=4, victim=LEADER, duration_s=away_s)
+    leases = dict.fromkeys(trainers, away_s)
+    swarm = Swarm(plan=plan(8, 3), trainer_ids=trainers, leases=leases, faults=[fault])
+    assert swarm.run()["sha256"] == baseline(3, 8)[0]
+    assert swarm.fired == [fault], "nothing was injected"
+    assert swarm.effects["takeover"] == 1
+    assert set(counted(swarm).values()) == {1}
+    died = next(at for at, _, what, _ in swarm.events if what == "fault")
+    assert times(swarm, "expelled", *trainers) == []
+    back = [at for at in times(swarm, "joined", *trainers) if at > died]
+    assert len(back) == 6
+    assert back[-1] - back[0] < 3.0  # the longer it takes, the longer a step stands still
+
+
+MINE, THEIRS = ("r0.1", "r1.1", "r2.1"), ("r0.0", "r1.0", "r2.0")
+
+
+@pytest.mark.parametrize("cut_off", ["t0", "t2"], ids=["the-leader", "a-standby"])
+def test_with_a_cut_the_majority_of_trainers_goes_on_and_the_others_rejoin(cut_off: str) -> None:
+    """A trainer and a replica of every stage on one side, two trainers and the rest on the other.
+    The smaller side could compute every step, and commits none."""
+    heals_s = 60.0
+    side = (cut_off, *MINE)
+    fault = Fault("acknowledged", "partition", step=1, count=3, side=side, duration_s=heals_s)
+    swarm = Swarm(
+        plan=plan(4, 40),
+        trainer_ids=TRAINERS,
+        leases=dict.fromkeys(TRAINERS, 2.0),
+        seconds=(0.2, 0.4),
+        faults=[fault],
+    )
+    assert swarm.run(40, limit_s=1000)["sha256"] == baseline(40)[0]
+    assert swarm.fired == [fault], "nothing was injected"
+    assert set(counted(swarm)) == {(k, t, i) for k in range(3) for t in range(40) for i in range(4)}
+    cut = next(at for at, _, what, _ in swarm.events if what == "fault")
+    healed = cut + heals_s
+    majority = [each for each in TRAINERS if each != cut_off]
+
+    def within(moments: list[float], since: float, until: float) -> int:
+        return sum(since < at < until for at in moments)
+
+    assert within(times(swarm, "record", *majority), cut, healed) >= 10
+    assert within(times(swarm, "committed", *THEIRS), cut, healed) >= 30
+    assert within(times(swarm, "record", cut_off), cut, healed) == 0
+    assert within(times(swarm, "committed", *MINE), cut + 1.0, healed) == 0
+    assert within(times(swarm, "committed", *MINE), healed, healed + 60.0) > 3
+    if cut_off == "t2":  # the leader was not touched: nobody waits for an election
+        first = next(at for at in times(swarm, "record", "t0") if at > cut)
+        assert first - cut < 15.0
