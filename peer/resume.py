@@ -38,6 +38,7 @@ from swarm.optim import OptimizerSettings, make_optimizer
 from swarm.terms import Record
 
 PARENT = "parent.json"
+SAME_MODEL = "resume with the [model] it was trained with; its cut may differ"
 
 
 class CheckpointReader:
@@ -90,7 +91,9 @@ class CheckpointReader:
         layout = stage_layout(self.pipeline, stage)
         wanted = make_optimizer(self.optimizer, layout, "meta").state()
         if lacking := [name for name in layout.names if name not in self._where]:
-            raise DataError(f"{self.directory} is of another model: it lacks {lacking[0]}")
+            raise DataError(
+                f"{self.directory} is of another model: it lacks {lacking[0]}", SAME_MODEL
+            )
         tensors = {"parameters": torch.zeros(layout.total)}
         for name, like in wanted.items():
             tensors[f"optimizer.{name}"] = torch.zeros(like.shape)
@@ -132,7 +135,7 @@ class CheckpointReader:
     def _copy(self, name: str, source: Tensor, target: Tensor) -> None:
         if source.shape != target.shape or source.dtype != target.dtype:
             shapes = f"{tuple(source.shape)} instead of {tuple(target.shape)}"
-            raise DataError(f"{self.directory} is of another model: {name} is {shapes}")
+            raise DataError(f"{self.directory} is of another model: {name} is {shapes}", SAME_MODEL)
         target.copy_(source)
 
     def _read(self, source: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

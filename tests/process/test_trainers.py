@@ -18,23 +18,24 @@ NAMES = ("one", "two", "three")
 class Trainers:
     """A run with three trainers, of which `one` leads first, and a replica per stage."""
 
-    def __init__(self, forks: Forks, where: Path, steps: int) -> None:
+    def __init__(self, forks: Forks, where: Path, steps: int, extra: str = "") -> None:
         self.forks, self.where, self.steps = forks, where, steps
         keys = {name: where / f"{name}.key" for name in NAMES}
         ids = [load_identity(keys[name]).peer_id for name in NAMES]
-        self.run = toml(where / "run.toml", steps=steps)
+        self.run = toml(where / "run.toml", steps=steps, extra=extra)
         text = self.run.read_text()
         self.run.write_text(text.replace("[run]", f"[run]\ntrainers = {json.dumps(ids)}", 1))
 
-        def lead(name: str, *more: str) -> Command:
-            report = str(where / f"{name}.jsonl")
-            place = ("--identity", str(keys[name]), "--dir", str(where / name))
-            return forks.swarm("train", self.run, *LOCAL, *place, "--report", report, *more)
-
-        self.first = lead("one")
+        self.keys = keys
+        self.first = self.lead("one")
         link = self.first.link
-        self.others = {name: lead(name, "--join", link) for name in NAMES[1:]}
+        self.others = {name: self.lead(name, "--join", link) for name in NAMES[1:]}
         self.peers = [forks.peer("--join", link, *LOCAL, "--stage", str(k)) for k in (0, 1, 2)]
+
+    def lead(self, name: str, *more: str) -> Command:
+        report = str(self.where / f"{name}.jsonl")
+        place = ("--identity", str(self.keys[name]), "--dir", str(self.where / name))
+        return self.forks.swarm("train", self.run, *LOCAL, *place, "--report", report, *more)
 
     def reported(self, name: str) -> list[dict[str, Any]]:
         return [
@@ -63,6 +64,31 @@ def test_another_trainer_finishes_what_a_killed_leader_began(forks: Forks, tmp_p
     run.end(*run.others.values(), *run.peers)
     said = "".join(each.out for each in run.others.values())
     assert "another trainer led the run to its end" in said
+
+
+def test_an_operator_goes_on_without_two_trainers_that_are_gone(
+    forks: Forks, tmp_path: Path
+) -> None:
+    """Alone the third commits nothing; with `--accept-loss` it goes on from its checkpoint."""
+    run = Trainers(forks, tmp_path, 12, "[checkpoint]\nevery = 2\n")
+    run.first.says("step 4 ")
+    for other in run.others.values():
+        other.signal(signal.SIGKILL)
+        assert other.code() == -signal.SIGKILL
+    run.first.signal(signal.SIGKILL)
+    assert run.first.code() == -signal.SIGKILL
+    led = run.steps_of("one")
+    resumed = ("--resume", str(tmp_path / "one"))
+    alone = forks.swarm("train", run.run, "--accept-loss")
+    assert alone.code() == 2, alone
+    assert "--accept-loss alone does nothing - add --resume DIR" in alone.err
+    last = run.lead("one", *resumed, "--accept-loss")
+    run.end(last, *run.peers)
+    assert "trainers that do not answer lose their vote: if they live, the run forks" in last.out
+    origin = int(last.out.split("resuming from step ")[1].split()[0])
+    assert origin % 2 == 0
+    assert led[-1] <= origin <= led[-1] + 2
+    assert run.steps_of("one") == list(range(origin, 12))
 
 
 def test_a_leader_that_was_frozen_stands_by_when_it_wakes(forks: Forks, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from peer.leader import Leader
+from peer.publish import Status
 from peer.restoring import Saved
 from peer.snapshots import Snapshot
 from tests.protocol.checkpoints import MemorySaved, snapshot_of
@@ -202,7 +203,23 @@ def test_a_holder_that_was_only_cut_off_saves_the_steps() -> None:
 def test_nobody_comes_and_the_run_waits() -> None:
     swarm = swarm_of()
     swarm.point, swarm.step, swarm.lost, swarm.back_s = "forward", 3, 1, 300.0
+    lose, told = swarm.lose, list[str]()
+
+    def lose_and_look() -> None:
+        lose()
+        swarm.later(60.0, look)
+
+    def look() -> None:
+        assert swarm.leader is not None
+        status = Status("id", "name", STEPS, swarm.pipeline)
+        status.lead(swarm.leader)
+        status.state = "training"
+        told.append(f"{status.as_dict()['state']}: {status.as_dict()['reason']}")
+
+    swarm.lose = lose_and_look  # type: ignore[method-assign]
     run_exactly(swarm)
+    why = "waiting for a peer in stage 1, whose state is lost: then from the checkpoint"
+    assert told == [f"waiting: {why}"]
     opened = [now for now, _, point, _ in swarm.events if point == "epoch"]
     assert swarm.paused == [1]
     assert opened[0] > 290.0

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from peer import joining, snapshots
+from peer.inquiries import snapshot_mark
 from peer.member import Member
-from peer.snapshots import Donor
+from peer.snapshots import Donor, Snapshot
 from swarm.net.channel import Channel, Message
 from swarm.wire.codecs import decode, encode
 from tests.protocol.simulated import LEADER, Fault, Swarm, baseline, plan
@@ -43,6 +44,7 @@ class Joining(Swarm):
         self.num_steps, self.rate_bps, self.joiners = num_steps, rate_bps, joiners
         self.said: list[tuple[float, str]] = []
         self.most_copies = self.most_backlog = 0
+        self.marks: dict[int, dict[str, str]] = {}  # of stage 1's states, by step and replica
         self.watch: Callable[[str], None] = lambda line: None
         for joiner in joiners:
             for number in range(replicas[1]):
@@ -63,6 +65,11 @@ class Joining(Swarm):
         if point == "admitted" and facts["replica"].startswith(self.joiners):
             for link in [each for each in self.network.rates if each[1] in facts["replica"]]:
                 del self.network.rates[link]  # what it costs later is not what joining costs
+        if point == "committed" and who.startswith("r1."):
+            server = self.members[who].server
+            assert server is not None
+            mark = server.state.live[0].fingerprint()
+            self.marks.setdefault(facts["step"], {})[who] = mark
         for member in self.members.values():
             if member.donor is not None:
                 self.most_copies = max(self.most_copies, len(member.donor.copies))
@@ -82,6 +89,11 @@ class Joining(Swarm):
         for joiner in self.joiners:
             assert self.at("counted", joiner), f"{joiner} never took part: {self.said}"
         assert not self.at("diverged")
+        for step, marks in self.marks.items():
+            assert len(set(marks.values())) == 1, f"at commit {step}: {marks}"
+        for joiner in self.joiners:
+            step = self.at("counted", joiner)[0][1]["step"]
+            assert len(self.marks[step]) > 1, f"{joiner} alone has made its first commit"
         assert self.most_copies <= snapshots.MAX_COPIES
         return self
 
@@ -250,6 +262,30 @@ def test_a_wrong_chunk_is_noticed_and_its_donor_noted(monkeypatch: pytest.Monkey
     swarm.finish()
     assert [facts["donor"] for _, facts in swarm.at("bad_chunk") if "donor" in facts] == ["r1.1#1"]
     assert [facts["replica"] for _, facts in swarm.at("bad_chunk", "r1.1#1")] == ["r1.1#1"]
+
+
+def test_a_state_that_its_only_donor_got_wrong_is_found_at_the_first_commit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every chunk is what the donor said it would be: only the fingerprints tell."""
+    honest, wrong = Donor.take, list[int]()
+
+    async def take(donor: Donor) -> Snapshot:
+        snapshot = await honest(donor)
+        if not wrong:
+            wrong.append(snapshot.step)
+            snapshot.tensors["parameters"][0] += 1e-3
+            snapshot.fingerprint = snapshot_mark(snapshot)
+        return snapshot
+
+    monkeypatch.setattr(Donor, "take", take)
+    swarm = Joining(100, replicas=(1, 1, 1))
+    swarm.finish()
+    assert wrong
+    downloads = [line for _, line in swarm.said if line.startswith("downloading 0")]
+    assert len(downloads) == 2
+    assert not swarm.at("bad_chunk")
+    assert all(step > wrong[0] for step, marks in swarm.marks.items() if JOINER in marks)
 
 
 def test_a_bit_flips_in_transit() -> None:

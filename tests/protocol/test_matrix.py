@@ -46,11 +46,14 @@ class Struck(Swarm):
         self.moment, self.fault = moment, fault
         self.struck: tuple[str, str] | None = None  # whom, and where it was
         self.departures: list[asyncio.Task[None]] = []
+        self.computed: dict[str, set[tuple[int, int]]] = {}  # microbatches, by whom
 
     # ---- when -----------------------------------------------------------------------------------
 
     def on_probe(self, who: str, point: str, facts: dict[str, Any]) -> None:
         super().on_probe(who, point, facts)
+        if point == "forward":
+            self.computed.setdefault(who, set()).add((facts["step"], facts["index"]))
         if who != VICTIM or facts.get("step") != STRUCK_STEP or self.struck is not None:
             return
         now = {
@@ -198,6 +201,9 @@ def test_only_the_lost_stage_computes_again(moment: str, fault: str) -> None:
         assert once <= counts[STAGE] <= once + MICROBATCHES, (kind, counts)
         if fault == "leave" or moment == "joining":
             assert counts[STAGE] == once, (kind, counts)
+        for name, computed in swarm.computed.items():
+            if name != swarm.struck[0]:  # not even its twin computes anything twice
+                assert swarm.computes[name].counts[kind] == len(computed), (name, kind)
 
 
 @pytest.mark.parametrize("moment", [pytest.param(m, id=m.replace(" ", "-")) for m in MOMENTS])

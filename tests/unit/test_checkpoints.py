@@ -267,6 +267,20 @@ def test_resuming_says_why_no_checkpoint_will_do(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in said] == ["passed over checkpoint step-4"]
 
 
+def test_resuming_with_another_width_is_refused_in_one_line(tmp_path: Path) -> None:
+    from peer.resume import take_over
+    from swarm.model import build_pipeline
+
+    checkpointed(a_config(), tmp_path / "run")
+    wider = a_config(**{**HF_MODEL, "config": {**HF_MODEL["config"], "hidden_size": 32}})  # type: ignore[dict-item]
+    with pytest.raises(DataError, match="of another model") as refused:
+        take_over(tmp_path / "run", tmp_path / "new", wider, build_pipeline(wider))
+    assert refused.value.message.endswith("is (256, 16) instead of (256, 32)")
+    assert "[model]" in refused.value.remedy
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "new").exists()
+
+
 def test_a_bpe_kept_with_the_checkpoint_is_exported(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
