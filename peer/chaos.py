@@ -28,7 +28,7 @@ from peer.chaos_plan import (
     schedule,
     victim,
 )
-from peer.chaos_report import Chaos, summary, table
+from peer.chaos_report import Chaos, Struck, summary, table
 from peer.local import LEADER, LocalSwarm
 from peer.witness import (
     WITNESSED_LEADER,
@@ -184,35 +184,37 @@ class ChaosRun:
             return  # its time is over
         self.result.postponed += waited
         self.result.faults[fault.kind.value] += 1
-        who = " and ".join(
-            each for each in (LEADER if _strikes_leader(fault.kind) else "", name or "") if each
-        )
+        of_leader = _strikes_leader(fault.kind)
+        who = " and ".join(each for each in (LEADER if of_leader else "", name or "") if each)
         self._say(f"{self._now_s:7.1f} s  {fault.kind.value:20} {who}  ({why})")
         swarm = self.swarm
+        struck = Struck(fault.kind.value, who, self._now_s, of_leader=of_leader)
+        self.result.struck.append(struck)
         if fault.kind in ENDS_LEADER:
             self._leader_up.clear()
             swarm.kill_leader()
-            self._spawn(self._restart_leader(fault.hold_s), "restart of the leader")
+            self._spawn(self._restart_leader(fault.hold_s, struck), "restart of the leader")
         if name is not None and fault.kind in ENDS_PEER:
             (swarm.stop_peer if fault.kind is Kind.LEAVE else swarm.kill_peer)(name)
-            self._spawn(self._replace(name, fault), f"replacement of {name}")
+            self._spawn(self._replace(name, fault, struck), f"replacement of {name}")
         elif fault.kind not in ENDS_LEADER:
-            struck = name or LEADER
-            swarm.freeze(struck)
-            self._spawn(self._thaw(struck, fault.hold_s), f"thaw of {struck}")
+            swarm.freeze(name or LEADER)
+            self._spawn(self._thaw(name or LEADER, fault.hold_s, struck), f"thaw of {who}")
 
-    async def _thaw(self, name: str, hold_s: float) -> None:
+    async def _thaw(self, name: str, hold_s: float, struck: Struck) -> None:
         await asyncio.sleep(hold_s)
         self.swarm.thaw(name)
+        struck.until_s = self._now_s
 
-    async def _restart_leader(self, hold_s: float) -> None:
+    async def _restart_leader(self, hold_s: float, struck: Struck) -> None:
         await asyncio.sleep(hold_s)
         await self.swarm.ended(LEADER)
         self.extra_records += records_on_disk(self.run_dir)
         await self.swarm.restart_leader(deadline_s=max(1.0, self.seconds - self._now_s))
         self._leader_up.set()
+        struck.until_s = self._now_s
 
-    async def _replace(self, name: str, fault: Fault) -> None:
+    async def _replace(self, name: str, fault: Fault, struck: Struck) -> None:
         code = await self.swarm.ended(name)
         if fault.kind is Kind.LEAVE and code != 0:
             self.result.unclean_leaves.append(f"{name}: exit code {code}")
@@ -220,6 +222,8 @@ class ChaosRun:
         await self._leader_up.wait()
         self.result.joins += 1
         await self.swarm.add_peer(self.swarm.processes[name].stage)
+        if not struck.of_leader:
+            struck.until_s = self._now_s
 
     # ---- who is there ---------------------------------------------------------------------------
 
@@ -333,7 +337,7 @@ def run_chaos(
         books,
         baseline_sha256(config, books.steps),
         seed=seed,
-        longest_stall_s=longest_stall(run_dir, run.result.began_at, run.result.ended_at),
+        stall=longest_stall(run_dir, run.result.began_at, run.result.ended_at),
     )
     print(table(facts))
     print(json.dumps(facts), flush=True)

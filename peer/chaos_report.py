@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from peer.witness import Audit
+from peer.witness import Audit, Stall
 
 Samples = list[tuple[float, float]]
+
+
+@dataclass(slots=True)
+class Struck:
+    """A fault, from the strike until its victim runs again, or another in its place is started."""
+
+    kind: str
+    who: str
+    at_s: float
+    until_s: float = math.inf
+    of_leader: bool = False
 
 
 @dataclass(slots=True)
@@ -18,6 +30,7 @@ class Chaos:
     """What happened. Times are seconds since training began."""
 
     faults: Counter[str] = field(default_factory=Counter)
+    struck: list[Struck] = field(default_factory=list)
     joins: int = 0
     postponed: int = 0
     unclean_leaves: list[str] = field(default_factory=list)
@@ -49,8 +62,37 @@ def rate(steps: list[tuple[float, int]], from_s: float, until_s: float) -> tuple
     return float(sum(tokens for _, tokens in inside[1:])), inside[-1][0] - inside[0][0]
 
 
+def made_of(stall: Stall, result: Chaos) -> dict[str, Any]:
+    """What a stall consisted of: seconds without a leader that runs; of the others those up to the
+    commit in it (averaging: all microbatches were done), and the rest (waiting for work)."""
+    began_s, ended_s = stall.began - result.began_at, stall.ended - result.began_at
+    committed_s = began_s if stall.committed is None else stall.committed - result.began_at
+    there = [each for each in result.struck if each.at_s < ended_s and each.until_s > began_s]
+    away = [(each.at_s, each.until_s) for each in there if each.of_leader]
+    without = _covered(away, began_s, ended_s)
+    averaging = committed_s - began_s - _covered(away, began_s, committed_s)
+    return {
+        "from_s": round(began_s, 1),
+        "without_leader_s": round(without, 2),
+        "averaging_s": round(averaging, 2),
+        "otherwise_s": round(ended_s - began_s - without - averaging, 2),
+        "faults": [f"{each.kind} of {each.who}" for each in there],
+        "noted": dict(stall.noted),
+    }
+
+
+def _covered(spans: list[tuple[float, float]], since: float, until: float) -> float:
+    """How much of the time between two moments lies in one of the spans at least."""
+    total, reached = 0.0, since
+    for begins, ends in sorted(spans):
+        begins, ends = max(begins, reached), min(ends, until)
+        total += max(0.0, ends - begins)
+        reached = max(reached, ends)
+    return total
+
+
 def summary(
-    result: Chaos, books: Audit, baseline_sha256: str, *, seed: int, longest_stall_s: float
+    result: Chaos, books: Audit, baseline_sha256: str, *, seed: int, stall: Stall
 ) -> dict[str, Any]:
     """The last line of `swarm chaos`."""
     wall_s = result.ended_at - result.began_at
@@ -78,7 +120,8 @@ def summary(
         "sha256": result.report.get("sha256"),
         "baseline_sha256": baseline_sha256,
         "equal": result.report.get("sha256") == baseline_sha256,
-        "longest_stall_s": round(longest_stall_s, 2),
+        "longest_stall_s": round(stall.seconds, 2),
+        "longest_stall": made_of(stall, result),
         "tokens_per_s": {"with_faults": round(faulty, 1), "without": round(calm, 1)},
         "goodput": round(faulty / calm, 3) if calm else None,
         "memory_mib": {
@@ -100,6 +143,7 @@ def _thinned(samples: Samples) -> Samples:
 
 def table(facts: Mapping[str, Any]) -> str:
     """For people."""
+    stall = facts["longest_stall"]
     rows = [
         (
             "faults",
@@ -121,6 +165,13 @@ def table(facts: Mapping[str, Any]) -> str:
             f"{facts['baseline_sha256'][:16]}… {'equal' if facts['equal'] else 'DIFFERS'}",
         ),
         ("longest stall", f"{facts['longest_stall_s']} s without an acknowledged microbatch"),
+        (
+            "  made of",
+            f"{stall['without_leader_s']} s without a leader, {stall['averaging_s']} s of "
+            f"averaging, {stall['otherwise_s']} s of waiting for work; from {stall['from_s']} s on",
+        ),
+        ("  faults in it", ", ".join(stall["faults"]) or "none"),
+        ("  what happened", ", ".join(f"{n} {what}" for what, n in stall["noted"].items()) or "-"),
         (
             "tokens/s",
             "{with_faults} with faults, {without} without".format(**facts["tokens_per_s"]),

@@ -37,8 +37,11 @@ POINTS = frozenset(
         "issue",
         "acknowledged",
         "failed",
+        "suspected",
         "expelled",
         "round_failed",
+        "hold",
+        "paused",
         "admitted",
         "left",
         "diverged",
@@ -235,15 +238,40 @@ def audit(
     return found
 
 
-def longest_stall(run_dir: Path, since: float, until: float) -> float:
-    """The longest time (unix seconds) without an acknowledged microbatch, in seconds."""
-    times = [
-        line["t"]
-        for line in lines_of(run_dir / "peers" / "leader" / FILE)
-        if line["point"] == "acknowledged" and since <= line["t"] <= until
-    ]
-    points = [since, *sorted(times), until]
-    return max(later - earlier for earlier, later in itertools.pairwise(points))
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """A time without an acknowledged microbatch, in unix seconds, and what the leader wrote in it.
+
+    `committed`: when a step was committed in it, if one was.
+    """
+
+    began: float
+    ended: float
+    committed: float | None = None
+    noted: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return self.ended - self.began
+
+
+def longest_stall(run_dir: Path, since: float, until: float) -> Stall:
+    """The longest one between two moments (unix seconds)."""
+    lines = sorted(
+        (
+            line
+            for line in lines_of(run_dir / "peers" / "leader" / FILE)
+            if "t" in line and since <= line["t"] <= until
+        ),
+        key=lambda line: line["t"],
+    )
+    acknowledged = [line["t"] for line in lines if line["point"] == "acknowledged"]
+    pairs = itertools.pairwise([since, *acknowledged, until])
+    began, ended = max(pairs, key=lambda pair: pair[1] - pair[0])
+    inside = [line for line in lines if began < line["t"] < ended]
+    commits = [line["t"] for line in inside if line["point"] == "record"]
+    noted = Counter(line["point"] for line in inside)
+    return Stall(began, ended, commits[0] if commits else None, dict(sorted(noted.items())))
 
 
 def _key(ballot: Any, replica: str) -> str:

@@ -17,7 +17,7 @@ from peer.chaos_plan import (
     schedule,
     victim,
 )
-from peer.chaos_report import growth, rate
+from peer.chaos_report import Chaos, Struck, growth, made_of, rate
 from peer.witness import FILE, audit, longest_stall
 from swarm.net import channel
 
@@ -93,7 +93,7 @@ def test_silence_is_not_innocence(tmp_path: Path) -> None:
         (0, 0, "0b")
     ]
     assert not audit(run_dir, num_steps=2, num_stages=1, num_microbatches=3).clean
-    assert longest_stall(run_dir, 0.5, 7.0) == 4.0
+    assert longest_stall(run_dir, 0.5, 7.0).seconds == 4.0
 
 
 def test_of_a_run_that_went_back_the_newest_epoch_counts(tmp_path: Path) -> None:
@@ -114,6 +114,47 @@ def test_of_a_run_that_went_back_the_newest_epoch_counts(tmp_path: Path) -> None
         found = audit(run_dir, num_steps=1, num_stages=1, num_microbatches=3, extra_records=extra)
         assert found.clean, found
         assert (found.epochs, found.again) == (1, 1)
+
+
+def test_a_stall_is_taken_apart(tmp_path: Path) -> None:
+    """20 s: averaged for 2 s, then 7 s without a leader (two faults, which overlap), committed 3 s
+    after it is back, 5 s until it is gone again for 2 s, and 1 s more."""
+    told = [
+        (100.0, "acknowledged"),
+        (102.0, "round_failed"),
+        (112.0, "record"),
+        (113.0, "admitted"),
+        (113.5, "admitted"),
+        (120.0, "acknowledged"),
+        (121.0, "acknowledged"),
+    ]
+    path = tmp_path / "peers" / "leader" / FILE
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(json.dumps({"t": t, "point": what}) + "\n" for t, what in told))
+    result = Chaos(began_at=90.0)
+    result.struck = [
+        Struck("leader_freeze", "leader", 12.0, 15.0, of_leader=True),
+        Struck("leader_kill", "leader", 14.0, 19.0, of_leader=True),
+        Struck("leader_kill", "leader", 27.0, 29.0, of_leader=True),
+        Struck("kill", "0a", 8.0, 11.0),
+        Struck("freeze", "1a", 1.0, 5.0),
+        Struck("leave", "0b", 31.0),
+    ]
+    stall = longest_stall(tmp_path, 91.0, 121.0)
+    assert (stall.seconds, stall.committed) == (20.0, 112.0)
+    assert made_of(stall, result) == {
+        "from_s": 10.0,
+        "without_leader_s": 9.0,
+        "averaging_s": 5.0,
+        "otherwise_s": 6.0,
+        "faults": [
+            "leader_freeze of leader",
+            "leader_kill of leader",
+            "leader_kill of leader",
+            "kill of 0a",
+        ],
+        "noted": {"admitted": 2, "record": 1, "round_failed": 1},
+    }
 
 
 def test_growth_and_rates() -> None:
