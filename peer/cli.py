@@ -30,7 +30,10 @@ RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's def
 Steps = Annotated[
     int | None, typer.Option(help="Stop after this many steps (same schedule).", min=1)
 ]
-Report = Annotated[Path | None, typer.Option(help="Write a report, JSON lines, to this file.")]
+Report = Annotated[
+    Path | None,
+    typer.Option(help="Write a report, JSON lines, to this file; missing directories are made."),
+]
 RunDir = Annotated[
     Path | None, typer.Option("--dir", help="Where the run's files go [default: runs/NAME-ID].")
 ]
@@ -80,7 +83,9 @@ def of_all_commands(version: Version = False) -> None:
 
 @app.command()
 def init(
-    path: Annotated[Path, typer.Argument(help="File to write.")] = Path("run.toml"),
+    path: Annotated[
+        Path, typer.Argument(help="File to write; missing directories are made.")
+    ] = Path("run.toml"),
     debug: Debug = False,
 ) -> None:
     """Write a commented run.toml to start from."""
@@ -89,11 +94,8 @@ def init(
 
         if path.exists():
             raise StorageError(f"{path} exists already", "name another file, or remove it first")
-        if not path.parent.is_dir():
-            raise StorageError(
-                f"there is no directory {path.parent}", f"make it first: mkdir -p {path.parent}"
-            )
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(default_toml())
         except OSError as error:
             raise StorageError(

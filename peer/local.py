@@ -403,17 +403,16 @@ class LocalSwarm:
         code = await self.ended(process.name)
         if self._stopping or self._over.is_set() or code == 0 or process.expected_to_end:
             return
-        self._say(f"peer {process.name} has ended: {process.how_it_ended()}")
         peers = [each for name, each in self.processes.items() if name not in (LEADER, WEB)]
         left = [each for each in peers if each.alive and each.stage in (process.stage, None)]
-        if left:
-            return
-        if process.error is not None or not any(each.alive for each in peers):
+        if not left and (process.error is not None or not any(each.alive for each in peers)):
             self._fatal = process.error or SwarmError(
                 f"no peer is left; the last, {process.name}, ended: {process.how_it_ended()}"
             )
             self._over.set()
-        else:
+            return
+        self._say(f"peer {process.name} has ended: {process.how_it_ended()}")
+        if not left:
             self._say(
                 f"stage {process.stage} has no peer left, the run waits for one: "
                 f"swarm-peer --stage {process.stage} --join {self.link}"

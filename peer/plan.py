@@ -62,9 +62,11 @@ def read_machines(path: Path) -> list[Device]:
     try:
         read = _Machines.model_validate(tomllib.loads(path.read_text()))
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        what = f"cannot read {path}: {(error.strerror or str(error)).lower()}"
+        raise ConfigError(what, "docs/simulate.md shows how to list machines") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from None
+        what = f"{path} is no TOML: {error}"
+        raise ConfigError(what, "docs/simulate.md shows how to list machines") from None
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

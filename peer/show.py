@@ -44,6 +44,8 @@ class Follower:
 
     def show(self, status: Mapping[str, Any]) -> None:
         """Show this status and the events since the last time."""
+        if status.get("state") == "failed":
+            status = {**status, "reason": ""}  # the command ends with it, as its error
         events = []
         for event in self._events.read():
             self._finished = self._finished or event["event"] == "finished"

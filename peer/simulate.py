@@ -25,7 +25,8 @@ def simulate(
         say(report.table(outcomes))
         report.plot(out / "throughput.png", scenario.name, outcomes)
     except OSError as error:
-        raise StorageError(f"cannot write to {out}: {error.strerror}") from None
+        what = f"cannot write to {out}: {(error.strerror or str(error)).lower()}"
+        raise StorageError(what, "name another directory with --out") from None
     say(f"wrote {out}/summary.json, throughput.csv, throughput.png")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 import time
@@ -144,14 +145,19 @@ def listen(host: str, port: int | None) -> Iterator[socket.socket]:
     for each in wanted:
         try:
             made = socket.create_server((host, each), family=family, backlog=1024)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, ValueError) as error:
             failure = error
             continue
         with made:
             yield made
         return
-    what = failure.strerror if isinstance(failure, OSError) else str(failure)
-    raise ListenError(f"cannot listen on {host} port {wanted[-1]}: {what}", "choose another --port")
+    what = getattr(failure, "strerror", None) or str(failure)
+    of_the_port = getattr(failure, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
+    if of_the_port or isinstance(failure, OverflowError):
+        remedy = "choose another --port"
+    else:
+        remedy = "name an address of this machine, as --host 127.0.0.1, or 0.0.0.0 for all of them"
+    raise ListenError(f"cannot listen on {host} port {wanted[-1]}: {what}", remedy)
 
 
 def url_of(listening: socket.socket) -> str:

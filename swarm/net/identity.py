@@ -105,10 +105,7 @@ def load_identity(path: str | os.PathLike[str], *, create: bool = True) -> Ident
         if path.stat().st_mode & 0o077:
             path.chmod(0o600)
     except OSError as error:
-        raise StorageError(
-            f"cannot read or write the identity {path}: {(error.strerror or str(error)).lower()}",
-            "choose another place with --identity or --data-dir",
-        ) from None
+        raise _no_access(path, error) from None
     try:
         return _parse(path, data)
     except (ValueError, TypeError):
@@ -145,7 +142,10 @@ def claim_identity_file(path: str | os.PathLike[str]) -> Identity:
 
 def _claim(path: Path) -> Identity | None:
     identity = load_identity(path)
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:  # it was there a moment ago
+        raise _no_access(path, error) from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -158,6 +158,13 @@ def _claim(path: Path) -> Identity | None:
         ) from None
     object.__setattr__(identity, "_lock", descriptor)
     return identity
+
+
+def _no_access(path: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"cannot read or write the identity {path}: {(error.strerror or str(error)).lower()}",
+        "choose another place with --identity or --data-dir",
+    )
 
 
 def _create(path: Path) -> None:

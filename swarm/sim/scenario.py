@@ -259,9 +259,11 @@ def read_scenario(path: Path) -> Scenario:
     try:
         data: dict[str, Any] = tomllib.loads(path.read_text())
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
+        what = f"cannot read {path}: {(error.strerror or str(error)).lower()}"
+        raise ConfigError(what, "docs/simulate.md shows how to write one") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from None
+        what = f"{path} is no TOML: {error}"
+        raise ConfigError(what, "docs/simulate.md shows how to write one") from None
     try:
         return Scenario.model_validate(data)
     except ValidationError as error:

@@ -102,12 +102,38 @@ def test_files_that_are_not_there_or_there_already(tmp_path: Path) -> None:
     assert "swarm init" in fails(CONFIG, "up", "nowhere.toml")
     assert CliRunner().invoke(app, ["init"]).exit_code == 0
     assert "exists already" in fails(STORAGE, "init")
-    line = fails(STORAGE, "init", "no/such/directory/run.toml")
-    assert line.endswith("make it first: mkdir -p no/such/directory")
+    assert CliRunner().invoke(app, ["init", "no/such/directory/run.toml"]).exit_code == 0
+    assert "name a file in a directory" in fails(STORAGE, "init", "run.toml/deeper/run.toml")
     assert "is a directory - name the run.toml in it" in fails(CONFIG, "up", tmp_path)
     run = toml(tmp_path / "small.toml", steps=1)
     (tmp_path / "corpus.txt").unlink()
     assert "corpus.txt" in fails(DATA, "baseline", run)
+
+
+def test_scenarios_and_machines_that_are_not_there_or_no_toml(tmp_path: Path) -> None:
+    run = toml(tmp_path / "run.toml", steps=1)
+    (tmp_path / "broken.toml").write_text("[[machines\n")
+    for named, said in (("nowhere.toml", "no such file"), ("broken.toml", "is no TOML")):
+        for command in (("simulate", named), ("plan", run, "--machines", named)):
+            line = fails(CONFIG, *command)
+            assert said in line
+            assert "docs/simulate.md" in line
+    assert "swarm init" in fails(CONFIG, "plan", "nowhere.toml", "--machines", "nowhere.toml")
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "x" * 70, "fe80::1%nowhere"])
+def test_a_dashboard_at_no_address_of_this_machine(host: str) -> None:
+    link = format_link(RUN_ID, [f"/ip4/127.0.0.1/tcp/9/p2p/{PEER_ID}"])
+    line = fails(LISTEN, "dashboard", "--join", link, "--host", host)
+    assert "name an address of this machine, as --host 127.0.0.1" in line
+
+
+def test_a_dashboard_at_a_taken_port() -> None:
+    link = format_link(RUN_ID, [f"/ip4/127.0.0.1/tcp/9/p2p/{PEER_ID}"])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        line = fails(LISTEN, "dashboard", "--join", link, "--port", port)
+    assert line.endswith("choose another --port")
 
 
 def test_other_data_than_the_run_names(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import swarm.net.identity
 from peer.commands import spare_identity
 from swarm.errors import StorageError
 from swarm.net.hivemind_quiet import import_hivemind
@@ -94,6 +95,23 @@ def test_bad_file_is_one_line(tmp_path: Path, content: bytes) -> None:
         load_identity(path)
     with pytest.raises(StorageError, match="cannot read or write"):
         load_identity(tmp_path)
+
+
+def test_a_place_that_cannot_be_written_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="--data-dir"):
+        claim_identity(tmp_path / "file")
+
+    def load_and_lose(path: Path) -> Identity:
+        found = load_identity(path)
+        path.unlink()
+        return found
+
+    monkeypatch.setattr(swarm.net.identity, "load_identity", load_and_lose)
+    with pytest.raises(StorageError, match=r"no such file.* --data-dir"):
+        claim_identity(tmp_path / "home")
 
 
 def test_swarms_started_at_once_on_one_machine_have_trainers_of_their_own(
