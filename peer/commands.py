@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peer.flags import check_addresses
+from peer.cli.checks import check_addresses
 from peer.interrupt import until_interrupted
 from peer.places import data_home, fresh_directory, is_free, run_directory, tcp_ports
 from swarm.config import RunConfig, canonical_bytes, load_config, with_trainers

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from peer.flags import check_device_name
+from peer.cli.checks import check_device_name
 from peer.leader import Plan
 from swarm.averaging.plan import contribution_bytes
 from swarm.averaging.policy import POLICIES

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from peer.flags import (
+from peer.cli.checks import (
     check_addresses,
     check_device_name,
     check_pipeline_name,

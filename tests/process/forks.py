@@ -155,7 +155,8 @@ def preload() -> None:
     from peer.local_entry import preload as preload_swarm
 
     preload_swarm("gpt2")
-    import peer.cli
+    import peer.cli.peer_program
+    import peer.cli.swarm_program
     import peer.commands
     import peer.demo
     import peer.serve  # noqa: F401
@@ -165,7 +166,8 @@ def command(arguments: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -
     """In a forked process: be `swarm` or `swarm-peer`."""
     import torch
 
-    from peer import cli
+    from peer.cli.peer_program import peer_app
+    from peer.cli.swarm_program import app as swarm_app
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
     os.chdir(arguments["cwd"])
@@ -176,7 +178,7 @@ def command(arguments: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -
     torch.set_num_threads(1)
     program, *args = arguments["args"]
     sys.argv = [program, *args]
-    app = cli.app if program == "swarm" else cli.peer_app
+    app = swarm_app if program == "swarm" else peer_app
     app(list(args), prog_name=program)
     return 0
 

@@ -20,8 +20,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from peer.cli import app, peer_app
-from peer.cli_errors import fail_in_one_line
+from peer.cli.errors import fail_in_one_line
+from peer.cli.peer_program import peer_app
+from peer.cli.swarm_program import app
 from peer.run_peer import Speaker
 from swarm.errors import StorageError
 from swarm.net.directory import DhtDirectory

@@ -13,7 +13,8 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from peer.cli import app, peer_app
+from peer.cli.peer_program import peer_app
+from peer.cli.swarm_program import app
 
 FLAGS = {
     "init": "PATH --debug",
@@ -82,8 +83,9 @@ def test_every_flag_is_explained(name: str) -> None:
 
 def test_help_is_quick_because_it_imports_nothing_heavy() -> None:
     code = (
-        "import sys, peer.cli; from typer.testing import CliRunner\n"
-        "for app in (peer.cli.app, peer.cli.peer_app):\n"
+        "import sys; from typer.testing import CliRunner\n"
+        "from peer.cli.peer_program import peer_app; from peer.cli.swarm_program import app\n"
+        "for app in (app, peer_app):\n"
         "    assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
         "heavy = {'torch', 'hivemind', 'transformers', 'pydantic'} & set(sys.modules)\n"
         "assert not heavy, heavy"

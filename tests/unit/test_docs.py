@@ -14,7 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from peer.baseline import Baseline
-from peer.cli import app, peer_app
+from peer.cli.peer_program import peer_app
+from peer.cli.swarm_program import app
 from peer.launch import plan_of, whole_model
 from swarm.config import parse_toml
 from swarm.data import build_dataset

@@ -1,11 +1,15 @@
-"""Signals of a command: the first lets it leave, and one that is ignored changes nothing."""
+"""Signals of a command: the first lets it leave, from its first instant on, and one that is ignored
+changes nothing."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -41,3 +45,58 @@ def test_a_hangup_ends_it() -> None:
 def test_under_nohup_it_does_not(hangups_ignored: None) -> None:
     assert until_interrupted(hang_up_itself()) == "finished"
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+# ---- while Python still imports -----------------------------------------------------------------
+
+INTERRUPTED_BY_AN_IMPORT = """
+import importlib.abc, os, signal, sys
+
+program, module, *sys.argv[1:] = sys.argv[1:]
+
+class CtrlC(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == module:
+            print("interrupted", flush=True)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, CtrlC())
+import peer.cli
+sys.exit(getattr(peer.cli, program)())
+"""
+
+
+def interrupted(
+    program: str, module: str, *args: str, ignored: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run a program as its console script does, with a Ctrl-C as it comes to import `module`."""
+    code = INTERRUPTED_BY_AN_IMPORT
+    if ignored:
+        code = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN){code}"
+    command = [sys.executable, "-c", code, program, module, *args]
+    root = Path(__file__).parents[2]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("program", "module", "args"),
+    [
+        ("main", "peer.places", ["status"]),
+        ("main", "typer", ["status"]),
+        ("main", "swarm.errors", ["--help"]),
+        ("main", "pydantic", ["baseline", "nowhere.toml"]),  # the command has begun
+        ("peer_main", "typer", []),
+        ("peer_main", "swarm.net.identity", []),
+    ],
+)
+def test_ctrl_c_while_it_imports_is_no_traceback(
+    program: str, module: str, args: list[str]
+) -> None:
+    done = interrupted(program, module, *args)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "interrupted\n", "")
+
+
+def test_where_interrupts_are_ignored_it_goes_on() -> None:
+    done = interrupted("main", "typer", "--version", ignored=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("interrupted\nswarm-parallel ")

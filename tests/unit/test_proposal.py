@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from peer.cli import app
+from peer.cli.swarm_program import app
 from peer.plan import read_machines
 from swarm.errors import ConfigError
 from swarm.placement.proposal import Device, Work, place, propose

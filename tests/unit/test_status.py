@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import peer.status
-from peer.cli import app
+from peer.cli.swarm_program import app
 
 LINK = "swarm://anything"
 ANYTHING = st.recursive(

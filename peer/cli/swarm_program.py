@@ -1,23 +1,36 @@
-"""The command line: `swarm` leads, inspects and exports runs; `swarm-peer` serves a stage.
+"""`swarm`: leads, inspects and exports runs.
 
 Commands only parse, call and print; the work is elsewhere and imported when needed, so `--help`
-answers at once. Every expected failure is one line that says what to do (`peer.cli_errors`).
+answers at once. Every expected failure is one line that says what to do (`peer.cli.errors`).
 """
 
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from peer.cli_errors import fail_in_one_line
-from peer.places import cache_home
+from peer.cli.errors import fail_in_one_line
+from peer.cli.options import (
+    CONTEXT,
+    LISTEN,
+    Announce,
+    Debug,
+    Device,
+    Listen,
+    Plain,
+    Report,
+    Resume,
+    RunDir,
+    RunFile,
+    Steps,
+    Threads,
+    Version,
+)
 from swarm.errors import StorageError
 
-CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 app = typer.Typer(
     name="swarm",
     no_args_is_help=True,
@@ -26,54 +39,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings=CONTEXT,
 )
-RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's definition.")]
-Steps = Annotated[
-    int | None, typer.Option(help="Stop after this many steps (same schedule).", min=1)
-]
-Report = Annotated[
-    Path | None,
-    typer.Option(help="Write a report, JSON lines, to this file; missing directories are made."),
-]
-RunDir = Annotated[
-    Path | None, typer.Option("--dir", help="Where the run's files go [default: runs/NAME-ID].")
-]
-Resume = Annotated[
-    Path | None,
-    typer.Option(metavar="DIR", help="Go on from this run's or checkpoint's saved state."),
-]
-Plain = Annotated[bool, typer.Option("--plain", help="One line a step instead of the live view.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug logs.")]
-Threads = Annotated[
-    int | None,
-    typer.Option(
-        help="CPU threads per process [default: all cores, shared by local peers].", min=1
-    ),
-]
-Listen = Annotated[
-    list[str] | None, typer.Option(help="Multiaddr to listen on; repeatable [default: any port].")
-]
-Announce = Annotated[
-    list[str] | None,
-    typer.Option(help="Multiaddr at which others reach this peer, if it is another; repeatable."),
-]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:i.")]
-LISTEN = ["/ip4/0.0.0.0/tcp/0"]
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"swarm-parallel {version('swarm-parallel')}")
-        raise typer.Exit
-
-
-Version = Annotated[
-    bool,
-    typer.Option(
-        "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
-    ),
-]
 
 
 @app.callback()
@@ -448,94 +413,3 @@ def plan_layout(
 
         found = plan(run, machines)
         typer.echo(json.dumps(found) if as_json else text_of(found))
-
-
-peer_app = typer.Typer(
-    pretty_exceptions_enable=False,
-    add_completion=False,
-    rich_markup_mode=None,
-    context_settings=CONTEXT,
-)
-
-
-@peer_app.command()
-def serve(
-    join: Annotated[
-        str | None,
-        typer.Option(help="Join link [default: $SWARM_JOIN, else the last swarm joined]."),
-    ] = None,
-    stage: Annotated[
-        str,
-        typer.Option(help="Stages to stay in, as 1 or 0,2; auto: where a replica is missed most."),
-    ] = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    memory: Annotated[
-        int | None,
-        typer.Option(help="Most MiB to keep for repeated requests [default: the run's].", min=1),
-    ] = None,
-    listen: Listen = None,
-    announce: Announce = None,
-    identity: Annotated[
-        Path | None, typer.Option(help="Identity key file [default: one of this machine's].")
-    ] = None,
-    data_dir: Annotated[
-        Path | None, typer.Option(help="Where the identity lives [default: XDG data home].")
-    ] = None,
-    drain_s: Annotated[
-        float, typer.Option(help="After Ctrl-C, finish and hand over for this long at most.", min=0)
-    ] = 30.0,
-    lan: Annotated[bool, typer.Option("--lan", help="Find a run on the local network.")] = False,
-    allow_pipeline: Annotated[
-        str | None,
-        typer.Option(help="Serve a run of this installed package.module:object, which you trust."),
-    ] = None,
-    pretrained: Annotated[
-        Path | None, typer.Option(help="Your copy of the model that the run starts from.")
-    ] = None,
-    name: Annotated[
-        str, typer.Option(help="Name yourself in public as a contributor [default: unnamed].")
-    ] = "",
-    version: Version = False,
-    debug: Debug = False,
-) -> None:
-    """Serve a stage of a swarm with this machine.
-
-    Trains until the run is finished; Ctrl-C leaves politely, a second one at once.
-    """
-    with fail_in_one_line(debug):
-        from peer.serve import serve_stage
-
-        serve_stage(
-            join,
-            stage=stage,
-            device=device,
-            threads=threads,
-            memory_mib=memory,
-            listen=listen or LISTEN,
-            announce=announce or [],
-            identity=identity,
-            data_dir=data_dir,
-            drain_s=drain_s,
-            lan=lan,
-            allow_pipeline=allow_pipeline,
-            pretrained=pretrained,
-            name=name,
-        )
-
-
-def _keep_tidy() -> None:
-    """Importing torch makes a directory in /tmp, and leaves it there, unless told of another."""
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "torch"))
-
-
-def main() -> None:
-    """The `swarm` command."""
-    _keep_tidy()
-    app()
-
-
-def peer_main() -> None:
-    """The `swarm-peer` command."""
-    _keep_tidy()
-    peer_app()

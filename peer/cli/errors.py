@@ -9,9 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+from peer.cli import INTERRUPTED, raise_interrupts
 from swarm.errors import SwarmError
-
-INTERRUPTED = 130
 
 
 @contextmanager
@@ -22,6 +21,7 @@ def fail_in_one_line(debug: bool) -> Iterator[None]:
         format="%(asctime)s %(name)s %(levelname)s %(message)s",
     )
     try:
+        raise_interrupts()
         yield
     except (SwarmError, ExceptionGroup) as caught:
         if debug:

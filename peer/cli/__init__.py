@@ -1,0 +1,51 @@
+"""The programs `swarm` and `swarm-peer`: how they begin, and where the rest of them is.
+
+- `swarm_program`, `peer_program`  the commands and their flags
+- `options`, `checks`              flags that several of them have; what can be wrong with a flag
+- `errors`                         how a command fails
+
+What the programs need takes some tenths of a second to import, in which an interrupt would end in a
+traceback out of the middle of some module. So nothing is imported here before the signal is taken:
+until a command begins (`errors.fail_in_one_line`) Ctrl-C ends the process on the spot, because
+there is nothing yet to be tidied up.
+"""
+
+import os
+import signal
+
+INTERRUPTED = 130
+
+
+def main() -> None:
+    """The `swarm` program."""
+    _begin()
+    from peer.cli.swarm_program import app
+
+    app()
+
+
+def peer_main() -> None:
+    """The `swarm-peer` program."""
+    _begin()
+    from peer.cli.peer_program import peer_app
+
+    peer_app()
+
+
+def raise_interrupts() -> None:
+    """From now on Ctrl-C is a KeyboardInterrupt again. Nothing where no program has begun."""
+    if signal.getsignal(signal.SIGINT) is _end:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _begin() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored
+        signal.signal(signal.SIGINT, _end)
+    from peer.places import cache_home
+
+    # Importing torch makes a directory in /tmp, and leaves it there, unless told of another.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "torch"))
+
+
+def _end(number: int, frame: object) -> None:
+    os._exit(INTERRUPTED)
