@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 STEPS = 2
 SHORT = ("--steps", str(STEPS))
+LEARNING = 8  # steps in which the model of `swarm init` learns
 
 
 def blocks_with(text: str) -> list[str]:
@@ -61,7 +62,8 @@ def test_your_own_run(run: Callable[..., Command], tmp_path: Path) -> None:
         name = words[1]
         words = [word.replace("runs/NAME-ID", run_dir(said)) for word in words]
         if name in ("up", "baseline"):
-            said[name] = run(words, *SHORT, "--threads", "1", "--report", f"{name}.jsonl")
+            steps = ("--steps", str(LEARNING))
+            said[name] = run(words, *steps, "--threads", "1", "--report", f"{name}.jsonl")
         elif name == "eval":
             said[name] = run(words, "--microbatches", "2")
         else:
@@ -71,14 +73,15 @@ def test_your_own_run(run: Callable[..., Command], tmp_path: Path) -> None:
     config = load_config(tmp_path / "run.toml")
     assert config.model.stages == 3
     (up, final), (baseline, same) = (report(tmp_path / f"{n}.jsonl") for n in ("up", "baseline"))
-    assert [step["step"] for step in up] == list(range(STEPS))
+    assert [step["step"] for step in up] == list(range(LEARNING))
     assert up[0]["loss"] == pytest.approx(math.log(256), abs=0.3)  # bytes, nothing learned yet
+    assert up[-1]["loss"] < up[0]["loss"] - 1.0, "it does not learn"
     assert [each["loss"] for each in up] == [each["loss"] for each in baseline]
     assert final["sha256"] == same["sha256"]
-    assert f"finished: {STEPS} steps, sha256 {final['sha256']}" in said["up"].out
-    assert f"finished: {STEPS} steps, sha256 {final['sha256']}" in said["baseline"].out
+    assert f"finished: {LEARNING} steps, sha256 {final['sha256']}" in said["up"].out
+    assert f"finished: {LEARNING} steps, sha256 {final['sha256']}" in said["baseline"].out
     assert "finished" in said["status"].out
-    assert f"step {STEPS} of {STEPS}" in said["status"].out
+    assert f"step {LEARNING} of {LEARNING}" in said["status"].out
     assert all(f"stage {stage}" in said["status"].out for stage in range(3))
     assert (tmp_path / "model" / "config.json").is_file()
     assert said["generate"].out.startswith("def ")
