@@ -9,24 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from peer.orders import GRADIENT_CHUNK
+from peer.gradients import fetch_gradient
 from peer.stage_server import StageServer
 from swarm.compute import Kind
 from swarm.errors import RefusedError, SwarmError
 from swarm.model.layout import sha256_of
 from swarm.net.channel import CallFailedError, Channel
-from swarm.spec import TensorSpec
 from swarm.tasks import TaskSet
 from swarm.terms import Record
-from swarm.wire.codecs import TensorMeta, decode
-from swarm.wire.frames import check_tensors
 
 log = logging.getLogger(__name__)
 AHEAD_BYTES = 1 << 30  # of gradients fetched before they can be applied
@@ -159,12 +154,14 @@ class Following:
 
         Raises FellOffError when those who answer no longer have it, RefusedError when nobody does.
         """
-        early = gone = False
+        total, early, gone = self.server.state.layout.total, False, False
         for name, channel in channels.items():
             if channel.ended is not None or not self._trusted(name):
                 continue
             try:
-                record, gradient = await self._fetch_from(channel, step, since)
+                asked = {"step": step, "since": since, "committed": True}
+                gradient, told = await fetch_gradient(channel, total, asked)
+                record = Record.unpack(told)
             except CallFailedError as error:
                 at = error.detail.get("at")
                 early = early or (isinstance(at, int) and 0 <= at <= step)
@@ -183,20 +180,3 @@ class Following:
         if gone:
             raise FellOffError(f"nobody keeps the gradient of step {step} any more")
         raise RefusedError("no donor answers")
-
-    async def _fetch_from(self, channel: Channel, step: int, since: int) -> Fetched:
-        total, record = self.server.state.layout.total, b""
-        gradient = torch.empty(total, dtype=torch.float32)
-        for start in range(0, total, GRADIENT_CHUNK):
-            length = min(GRADIENT_CHUNK, total - start)
-
-            def check(
-                _: Mapping[str, Any], metas: Sequence[TensorMeta], length: int = length
-            ) -> None:
-                check_tensors(metas, [TensorSpec((length,), "float32")], "float32")
-
-            body = {"step": step, "start": start, "since": since, "committed": True}
-            answer = await channel.call("gradient", body, check_reply=check)
-            record = answer.body.get("record") or record
-            gradient[start : start + length] = decode(answer.tensors[0])
-        return Record.unpack(record), gradient

@@ -24,9 +24,9 @@ from typing import Any
 from torch import Tensor
 
 from peer.calls import count
+from peer.commits import Commits, Prepared, left_behind
 from peer.downloads import Download
 from peer.following import Following
-from peer.orders import Orders, Prepared, left_behind
 from peer.snapshots import Description, Snapshot, digest
 from peer.stage_server import StageServer
 from swarm.averaging.policy import Update
@@ -53,16 +53,16 @@ class CatchUp:
     def __init__(
         self,
         server: StageServer,
-        orders: Orders,
+        commits: Commits,
         links: Links,
         rng: random.Random,
         *,
         say: Callable[[str], None] = lambda line: None,
         first_weights: Callable[[], Mapping[str, Tensor]] | None = None,
     ) -> None:
-        self.server, self.orders, self.links, self.random = server, orders, links, rng
+        self.server, self.commits, self.links, self.random = server, commits, links, rng
         self.say, self._first_weights = say, first_weights
-        orders.before_commit = self._before_commit
+        commits.before_commit = self._before_commit
         self.tasks = TaskSet()
         self._replaying = asyncio.Lock()
         self.download: Download | None = None
@@ -84,18 +84,18 @@ class CatchUp:
 
         Raises RefusedError when that cannot be done now; what was fetched stays for the next time.
         """
-        server, orders = self.server, self.orders
+        server, commits = self.server, self.commits
         if record is not None:
             await self._change_epoch(record)
         self.check(record)
         missed = record is not None and not record.restores and record.step == server.ledger.step
-        if record is not None and missed and orders.valid and not self.following:
-            await orders.commit(record)  # a commit that was missed: its members have it
-        if orders.valid and 0 < server.ledger.step < step:
+        if record is not None and missed and commits.valid and not self.following:
+            await commits.commit(record)  # a commit that was missed: its members have it
+        if commits.valid and 0 < server.ledger.step < step:
             if not self.updates.covers(server.ledger.step):
-                self.updates.begin(await self._channels(donors), orders.record)
+                self.updates.begin(await self._channels(donors), commits.record)
             await self._replay(step)
-        while server.ledger.step < step or not orders.valid:
+        while server.ledger.step < step or not commits.valid:
             if self._snapshots >= MAX_SNAPSHOTS:
                 self._snapshots = 0
                 update_mb = 4 * server.state.layout.total / 1e6
@@ -112,26 +112,26 @@ class CatchUp:
 
     async def _change_epoch(self, newest: Record) -> None:
         """If the run went back to where this state does not lead: drop it, begin as the run did."""
-        orders, mine = self.orders, self.orders.record
+        commits, mine = self.commits, self.commits.record
         if mine is not None and left_behind(mine, newest) and mine.position < newest.position:
             self.say(f"the run went back to step {newest.base}")
-            orders.invalidate()
+            commits.invalidate()
             self._drop()
-        if newest.restores and newest.step < 0 and orders.record is None:
+        if newest.restores and newest.step < 0 and commits.record is None:
             await self._begin_again(newest)
 
     async def _begin_again(self, opening: Record) -> None:
         """With the weights that every run has at step 0."""
-        server, orders = self.server, self.orders
-        pristine = orders.valid and server.state.updates == 0
-        async with orders.commit_lock:
+        server, commits = self.server, self.commits
+        pristine = commits.valid and server.state.updates == 0
+        async with commits.lock:
             if not pristine and self._first_weights is not None:
                 weights = self._first_weights
-                orders.valid = False
+                commits.valid = False
                 await server.compute.run(Kind.UPDATE, lambda: server.state.load(weights(), 0))
-            orders.record, orders.committed, orders.prepared = opening, None, None
+            commits.record, commits.committed, commits.prepared = opening, None, None
             server.advance(0)
-            orders.valid = True
+            commits.valid = True
 
     @property
     def following(self) -> bool:
@@ -171,14 +171,14 @@ class CatchUp:
 
         Raises RefusedError, and gives the state up, when it does not.
         """
-        mine = self.orders.record
-        if newest is None or mine is None or not self.orders.valid:
+        mine = self.commits.record
+        if newest is None or mine is None or not self.commits.valid:
             return
         other = newest.position == mine.position and newest.hash != mine.hash
         apart = newest.position == (mine.epoch, mine.step + 1) and newest.predecessor != mine.hash
         gone = newest.position > mine.position and left_behind(mine, newest)
         if other or apart or gone:
-            self.orders.invalidate()
+            self.commits.invalidate()
             self._drop()
             raise RefusedError("what the donors told is not what the leader committed")
 
@@ -292,23 +292,23 @@ class CatchUp:
         return (await self.server.compute.run(Kind.BACKGROUND, lambda: digest(part))).value
 
     async def _load(self, snapshot: Snapshot, donors: Sequence[str]) -> None:
-        server, orders = self.server, self.orders
-        async with orders.commit_lock:
+        server, commits = self.server, self.commits
+        async with commits.lock:
 
             def load() -> str:
                 server.state.load(snapshot.tensors, snapshot.updates)
                 return server.state.fingerprint()
 
-            orders.valid = False
+            commits.valid = False
             mark = (await server.compute.run(Kind.UPDATE, load)).value
             if mark != snapshot.fingerprint:
                 for donor in donors:
                     self._blame(donor, "state")
                 self.updates.ahead.clear()
                 raise WireError("the state that arrived is not the one that was announced")
-            orders.record, orders.committed, orders.prepared = snapshot.record, None, None
+            commits.record, commits.committed, commits.prepared = snapshot.record, None, None
             server.advance(snapshot.step)
-            orders.valid = True
+            commits.valid = True
 
     # ---- what is committed meanwhile ------------------------------------------------------------
 
@@ -321,8 +321,8 @@ class CatchUp:
             await self._apply_until(until)
 
     async def _apply_until(self, until: int) -> None:
-        server, orders = self.server, self.orders
-        while orders.valid:
+        server, commits = self.server, self.commits
+        while commits.valid:
             step = server.ledger.step
             if step not in self.updates.ahead:
                 if step >= until or not self.updates.covers(step):
@@ -336,14 +336,14 @@ class CatchUp:
                 continue
             self._say_behind(max(until, step + len(self.updates.ahead)) - step)
             record, gradient = self.updates.take(step)
-            if orders.record is not None and record.predecessor != orders.record.hash:
+            if commits.record is not None and record.predecessor != commits.record.hash:
                 log.warning("the record of step %d does not continue the state", step)
                 self._drop()
                 return
             facts = GradientFacts(record.gradients[server.stage], [], record.outcome == "applied")
             mine = gradient.to(server.state.device)
-            orders.prepared = Prepared(record.ballot, Update(mine, facts))
-            await orders.commit_next(record)
+            commits.prepared = Prepared(record.ballot, Update(mine, facts))
+            await commits.commit_next(record)
             if server.ledger.step != step + 1:
                 return
 

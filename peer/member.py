@@ -13,10 +13,11 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from peer.calls import count, names
+from peer.commits import Commits, Prepared
 from peer.joining import CatchUp
 from peer.measure import StageFacts, stage_facts
 from peer.observe import activity_of
-from peer.orders import MoveOrder, Orders, Prepared
+from peer.orders import MoveOrder, Orders
 from peer.snapshots import Donor
 from peer.stage_server import Probe, StageServer, no_probe
 from swarm.averaging.policy import UpdatePolicy
@@ -91,6 +92,7 @@ class Member:
         self.facts: StageFacts | None = None
         self.took_part = asyncio.Event()  # a commit has named it
         self.server: StageServer | None = None
+        self.commits: Commits | None = None
         self.orders: Orders | None = None
         self.donor: Donor | None = None
         self.catching_up: CatchUp | None = None
@@ -224,18 +226,19 @@ class Member:
             probe=self.probe,
         )
         self.server.links = self.links
-        self.orders = self.orders_type(self.server, self.policy, self.trainers)
-        self.donor = Donor(self.server, self.orders)
+        self.commits = Commits(self.server, self.policy)
+        self.orders = self.orders_type(self.commits, self.trainers)
+        self.donor = Donor(self.server, self.commits)
         self.catching_up = CatchUp(
             self.server,
-            self.orders,
+            self.commits,
             self.links,
             self.random,
             say=self.say,
             first_weights=lambda: build().tensors(),
         )
-        self.orders.on_commit = self._committed
-        self.orders.on_invalid = self.donor.forget
+        self.commits.on_commit = self._committed
+        self.commits.on_invalid = self.donor.forget
         self.orders.on_move = lambda order: self.on_move(self, order)
         self.links.methods.update(
             {**self.server.methods(), **self.orders.methods(), **self.donor.methods()}
@@ -255,14 +258,14 @@ class Member:
     async def _catch_up(self, channel: Channel, position: Mapping[str, Any]) -> None:
         """Reach the current step's state, then say so, until the leader agrees."""
         assert self.server is not None
-        assert self.orders is not None
+        assert self.commits is not None
         assert self.catching_up is not None
         self.settled = False
         while not self.finished.is_set():
             if position.get("finished") is True:
                 self.finished.set()
                 return
-            self.orders.fell_behind.clear()
+            self.commits.fell_behind.clear()
             record, step = _record(position), count(position.get("step"))
             donors = names(position.get("donors"))
             await self._unless_finished(self.catching_up.reach(step, record, donors))
@@ -305,22 +308,22 @@ class Member:
 
     async def _stay(self, channel: Channel) -> None:
         """Serve while the leader is there; fetch the state again when a commit was missed."""
-        assert self.orders is not None
+        assert self.commits is not None
         while not self.finished.is_set() and channel.ended is None:
             waits = [
                 asyncio.ensure_future(each.wait())
-                for each in (channel.closed, self.finished, self.orders.fell_behind)
+                for each in (channel.closed, self.finished, self.commits.fell_behind)
             ]
             try:
                 await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 for each in waits:
                     each.cancel()
-            if self.orders.fell_behind.is_set() and channel.ended is None:
+            if self.commits.fell_behind.is_set() and channel.ended is None:
                 self.say("catching up")
                 position: dict[str, Any] = {}
                 if await self._ready(channel, position):
-                    self.orders.fell_behind.clear()
+                    self.commits.fell_behind.clear()
                 else:
                     await self._catch_up(channel, position)
 
@@ -345,7 +348,7 @@ class Member:
     @property
     def epoch(self) -> int:
         """Of the record that led to this state."""
-        record = self.orders.record if self.orders else None
+        record = self.commits.record if self.commits else None
         return record.epoch if record else 0
 
     # ---- what the leader tells ------------------------------------------------------------------
@@ -374,9 +377,9 @@ class Member:
     async def _refetch(self, channel: Channel, message: Message) -> None:
         """The leader found this state to differ from its twins'."""
         self._from_trainer(channel)
-        if self.server is not None and self.orders is not None:
-            self.orders.invalidate()
-            self.orders.fell_behind.set()
+        if self.commits is not None:
+            self.commits.invalidate()
+            self.commits.fell_behind.set()
 
     async def drain(self, seconds: float) -> bool:
         """Leave politely: no part in the next step, and go once this one is committed.

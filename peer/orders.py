@@ -1,56 +1,29 @@
 """What a leader orders a replica to do: fence, reset, average, abort, commit (DESIGN, "One step").
 
-Only the run's trainers are heard, and only in a term that no higher one has succeeded. A step's
-result is *prepared* (averaged, hashed, kept) before anything changes; parameters change at the
-commit alone (I4), and a replica that has no result of its own for a committed record fetches the
-averaged gradient from a member and checks it against the record's hash.
+Only the run's trainers are heard, and only in a term that no higher one has succeeded. What a
+commit does here is in `peer.commits`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from peer.calls import count, names
-from peer.stage_server import Part, StageServer
+from peer.commits import Commits, Prepared
+from peer.stage_server import Part
 from swarm.averaging.errors import RoundFailedError
 from swarm.averaging.plan import MAX_SHARE
-from swarm.averaging.policy import Update, UpdatePolicy
 from swarm.compute import Kind
-from swarm.errors import RefusedError, StageFailedError, SwarmError, WireError
+from swarm.errors import RefusedError, StageFailedError, WireError
 from swarm.finite import finite
 from swarm.ledger import Do
-from swarm.model.layout import sha256_of
 from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
-from swarm.spec import TensorSpec
-from swarm.stage_state import GradientFacts
 from swarm.terms import Ballot, Record, Term
-from swarm.wire.codecs import TensorMeta, decode
-from swarm.wire.frames import check_tensors
 
 log = logging.getLogger(__name__)
-GRADIENT_CHUNK = 1 << 20  # elements; one frame of 4 MiB
-
-
-@dataclass(slots=True)
-class Prepared:
-    """An averaged gradient that waits for its record, or that was committed last."""
-
-    ballot: Ballot
-    update: Update
-    mark: str = ""  # fingerprint of the state it was computed with
-
-
-def left_behind(mine: Record, newest: Record) -> bool:
-    """Whether a state of `mine` is not on the way to `newest`: the run went back, and on anew."""
-    return newest.restores or (newest.epoch > mine.epoch and newest.predecessor != mine.hash)
 
 
 class MoveOrder(NamedTuple):
@@ -79,22 +52,12 @@ def read_shares(value: object, num_members: int) -> list[int] | None:
 class Orders:
     """Carries out a leader's orders on one `StageServer`."""
 
-    def __init__(self, server: StageServer, policy: UpdatePolicy, trainers: Sequence[str]) -> None:
-        self.server, self.policy, self.trainers = server, policy, frozenset(trainers)
-        self.prepared: Prepared | None = None
-        self.committed: Prepared | None = None  # of the last record, until the next
-        self.record: Record | None = None  # the last one applied here
-        self.behind: Record | None = None  # the newest record this state has not reached
-        self.fell_behind = asyncio.Event()
-        self.valid = True  # False: the state is not that of the ledger's step, and must be fetched
+    def __init__(self, commits: Commits, trainers: Sequence[str]) -> None:
+        self.server, self.commits, self.trainers = commits.server, commits, frozenset(trainers)
         self._round: asyncio.Task[Prepared] | None = None
         self._round_ballot: Ballot | None = None
-        self.commit_lock = asyncio.Lock()
-        self._mark: tuple[int, str] | None = None  # the step and fingerprint of the state
-        self.on_commit: Callable[[Record, Prepared], None] = lambda record, prepared: None
-        self.on_invalid: Callable[[], None] = lambda: None
+        commits.end_round = self._stop_round
         self.on_move: Callable[[MoveOrder], str] = lambda order: "this peer does not move"
-        self.before_commit: Callable[[Record], Awaitable[None]] | None = None  # catch up to it
 
     def methods(self) -> dict[str, Method]:
         return {
@@ -225,7 +188,7 @@ class Orders:
         as_it_is = body.get("nonfinite") is True
         if ballot.step == self.server.ledger.step + 1:
             await self.server.commit_of(ballot.step - 1)
-        if self.prepared is None or self.prepared.ballot != ballot:
+        if self.commits.prepared is None or self.commits.prepared.ballot != ballot:
             frozen = self.server.ledger.freeze(
                 ballot.term, ballot.step, ballot.attempt, {count(index) for index in expected}
             )
@@ -242,7 +205,7 @@ class Orders:
                 if self._round is None or self._round.cancelled():
                     raise CallFailedError("refused", "the attempt was aborted") from None
                 raise
-        prepared = self.prepared
+        prepared = self.commits.prepared
         if prepared is None or prepared.ballot != ballot:
             raise CallFailedError("refused", "the attempt was aborted")
         facts = prepared.update.facts
@@ -267,15 +230,9 @@ class Orders:
         server.probe("average", step=ballot.step)
         place = f"{server.stage}/{ballot.step}/{ballot.attempt}"
         round_id = f"{term.epoch}/{term.counter}/{term.incarnation}/{place}"
-        mark = (await server.compute.run(Kind.UPDATE, server.state.fingerprint)).value
-        if self._mark is None or self._mark[0] != ballot.step:
-            self._mark = (ballot.step, mark)  # a state that came from a donor
-        if self._mark[1] != mark:
-            self.start_anew()
-            what = "its state has changed since the last commit"
-            raise CallFailedError("refused", what, diverged=True)
+        mark = await self.commits.verified_mark(ballot.step)
         try:
-            update = await self.policy.prepare(
+            update = await self.commits.policy.prepare(
                 round_id, members, server.state, server.compute, shares
             )
         except RoundFailedError as error:
@@ -286,9 +243,9 @@ class Orders:
             if not (await server.compute.run(Kind.UPDATE, lambda: finite(mine))).value:
                 what = "what it has added up is no number"
                 raise CallFailedError("nonfinite", what)
-        self.prepared = Prepared(ballot, update, mark)
+        prepared = self.commits.prepared = Prepared(ballot, update, mark)
         server.probe("prepared", step=ballot.step)
-        return self.prepared
+        return prepared
 
     async def _abort(self, channel: Channel, message: Message) -> Message:
         ballot = Ballot.read(message.body.get("ballot"))
@@ -297,10 +254,11 @@ class Orders:
         ledger.abort(ballot.term, ballot.step, ballot.attempt)
         if self._round_ballot is not None and self._round_ballot <= ballot:
             self._stop_round()
-        mine = self.prepared.ballot if self.prepared else None
+        prepared = self.commits.prepared
+        mine = prepared.ballot if prepared else None
         # What was prepared of an earlier step is committed, or this one would not be averaged.
         if mine is not None and mine[:2] == ballot[:2] and mine <= ballot:
-            self.prepared = None
+            self.commits.prepared = None
         return Message({})
 
     @property
@@ -319,155 +277,11 @@ class Orders:
         """Apply a committed record. The answer says where this replica stands afterwards."""
         record = Record.unpack(message.body.get("record"))
         self._heed(channel, Term.read(message.body.get("term")))
-        await self.commit(record)
+        await self.commits.commit(record)
         return Message(
             {
                 "step": self.server.ledger.step,
-                "fingerprint": await self.mark(),
+                "fingerprint": await self.commits.mark(),
                 **self.server.counted_bytes(),
             }
         )
-
-    async def mark(self) -> str:
-        """The fingerprint of the state as it was when it became that of the ledger's step."""
-        step = self.server.ledger.step
-        if self._mark is None or self._mark[0] != step:
-            value = (
-                await self.server.compute.run(Kind.UPDATE, self.server.state.fingerprint)
-            ).value
-            if self.server.ledger.step != step or not self.valid:
-                return value
-            self._mark = (step, value)
-        return self._mark[1]
-
-    async def commit(self, record: Record) -> None:
-        """Apply `record` if it is the next one; note it when this state is further behind.
-
-        Cancelling the caller (its connection may end) does not stop it half way.
-        """
-        if self.before_commit is not None and record.step >= self.server.ledger.step:
-            await self.before_commit(record)
-        await self.commit_next(record)
-
-    async def commit_next(self, record: Record) -> None:
-        """`commit`, for who has caught up to it."""
-        await asyncio.shield(self.server.tasks.spawn(self._commit_next(record), "commit"))
-
-    async def _commit_next(self, record: Record) -> None:
-        async with self.commit_lock:
-            step, mine = self.server.ledger.step, self.record
-            if mine is not None and record.position <= mine.position:
-                return
-            if mine is not None and left_behind(mine, record):
-                self.start_anew()
-            if record.restores or record.step > step or not self.valid:
-                self._note_behind(record)
-                return
-            if record.step < step:
-                return
-            self.server.probe("commit", step=step)
-            if not await self._continues(record):
-                self.start_anew()
-                self._note_behind(record)
-                return
-            try:
-                prepared = await self._result_for(record)
-            except SwarmError as error:
-                log.debug("no averaged gradient for step %d: %s", step, error)
-                self._note_behind(record)
-                return
-            await self._apply(record, prepared)
-
-    async def _continues(self, record: Record) -> bool:
-        """Whether `record` belongs to the chain of records and states that lead here (I5)."""
-        if self.record is not None and record.predecessor != self.record.hash:
-            log.warning("record %d does not follow the one before it here", record.step)
-            return False
-        agreed = record.fingerprints.get(self.server.stage, "")
-        if agreed and agreed != await self.mark():
-            log.warning("the state of step %d is not what its stage agreed on", record.step)
-            return False
-        return True
-
-    async def _apply(self, record: Record, prepared: Prepared) -> None:
-        state = self.server.state
-
-        def update() -> str:
-            if record.outcome == "applied":
-                self.policy.apply(state, prepared.update, lr=record.lr, scale=record.scale)
-            else:
-                state.skip()
-            return state.fingerprint()
-
-        self.server.drop_works(self.server.part_of(record.step))
-        try:
-            mark = (await self.server.compute.run(Kind.UPDATE, update)).value
-        except StageFailedError as error:
-            log.warning("the update of step %d failed: %s", record.step, error)
-            self.invalidate()
-            self._note_behind(record)
-            return
-        self.record, self.committed, self.prepared = record, prepared, None
-        self._mark = (record.step + 1, mark)
-        self._stop_round()
-        self.on_commit(record, prepared)
-        self.server.committed()
-        self.server.probe("committed", step=record.step)
-
-    async def _result_for(self, record: Record) -> Prepared:
-        expected = record.gradients[self.server.stage]
-        if self.prepared is not None and self.prepared.update.facts.sha256 == expected:
-            return self.prepared
-        for member in record.members[self.server.stage]:
-            if member == self.server.links.incarnation:
-                continue
-            try:
-                gradient = await self._fetch_gradient(member, record.step)
-            except SwarmError as error:
-                log.debug("gradient of step %d not at %s: %s", record.step, member[-8:], error)
-                continue
-            compute = self.server.compute
-            found = (await compute.run(Kind.BACKGROUND, partial(sha256_of, gradient))).value
-            if found == expected:
-                facts = GradientFacts(expected, [], record.outcome == "applied")
-                mine = gradient.to(self.server.state.device)
-                return Prepared(record.ballot, Update(mine, facts))
-        raise RefusedError(f"nobody has the averaged gradient of step {record.step}")
-
-    def invalidate(self) -> None:
-        """The state here is of no use any more: nothing is applied to it until it is replaced."""
-        self.valid = False
-        self.record = self.prepared = self.committed = self._mark = None
-        self._stop_round()
-        self.server.advance(0)
-        self.on_invalid()
-
-    def start_anew(self) -> None:
-        """The state here is not the stage's: have it fetched."""
-        self.invalidate()
-        self.fell_behind.set()
-
-    def _note_behind(self, record: Record) -> None:
-        if self.behind is None or record.position >= self.behind.position:
-            self.behind = record
-        self.fell_behind.set()
-
-    # ---- the averaged gradient, for those who missed a round ------------------------------------
-
-    async def _fetch_gradient(self, member: str, step: int) -> Tensor:
-        total = self.server.state.layout.total
-        gradient = torch.empty(total, dtype=torch.float32)
-        channel = await self.server.links.channel(member)
-        for start in range(0, total, GRADIENT_CHUNK):
-            length = min(GRADIENT_CHUNK, total - start)
-
-            def check(
-                _: Mapping[str, Any], metas: Sequence[TensorMeta], length: int = length
-            ) -> None:
-                check_tensors(metas, [TensorSpec((length,), "float32")], "float32")
-
-            answer = await channel.call(
-                "gradient", {"step": step, "start": start}, check_reply=check
-            )
-            gradient[start : start + length] = decode(answer.tensors[0])
-        return gradient

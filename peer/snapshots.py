@@ -22,7 +22,8 @@ from typing import Any
 from torch import Tensor
 
 from peer.calls import count
-from peer.orders import GRADIENT_CHUNK, Orders, Prepared
+from peer.commits import Commits, Prepared
+from peer.gradients import GRADIENT_CHUNK
 from peer.stage_server import StageServer
 from swarm.compute import Kind
 from swarm.errors import RefusedError, WireError
@@ -156,13 +157,13 @@ class Donor:
     def __init__(
         self,
         server: StageServer,
-        orders: Orders,
+        commits: Commits,
         *,
         max_copies: int = MAX_COPIES,
         copies_bytes: int = COPIES_BYTES,
         backlog_bytes: int = BACKLOG_BYTES,
     ) -> None:
-        self.server, self.orders = server, orders
+        self.server, self.commits = server, commits
         self.max_copies, self.copies_bytes = max_copies, copies_bytes
         self.backlog_bytes = backlog_bytes
         self.copies: dict[int, _Copy] = {}
@@ -189,7 +190,7 @@ class Donor:
             self._readers.pop(channel.incarnation, None)
             self._forget_unused()
             return Message({})
-        if not self.orders.valid:
+        if not self.commits.valid:
             raise RefusedError("there is no valid state here")
         if body.get("offer") is True:
             usable = {step for step in self.copies if self._catchable(step)}
@@ -275,12 +276,12 @@ class Donor:
                 self.server.ledger.step,
                 state.updates,
                 state.fingerprint(),
-                self.orders.record,
+                self.commits.record,
                 {name: tensor.to("cpu", copy=True) for name, tensor in state.tensors().items()},
             )
 
         # Under the commit's lock, or the ledger's step and the state could be of two steps.
-        async with self.orders.commit_lock:
+        async with self.commits.lock:
             return (await self.server.compute.run(Kind.UPDATE, copy)).value
 
     async def _digests(self, snapshot: Snapshot) -> bytes:
@@ -360,11 +361,11 @@ class Donor:
         if committed:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WAIT_S):
-                    while self.server.ledger.step <= step and self.orders.valid:
+                    while self.server.ledger.step <= step and self.commits.valid:
                         await self.server.advanced.wait()
         found = self._find_gradient(step, committed=committed)
         if found is None:
-            at = self.server.ledger.step if self.orders.valid else -1
+            at = self.server.ledger.step if self.commits.valid else -1
             raise CallFailedError("refused", f"the gradient of step {step} is not here", at=at)
         record, gradient = found
         part = gradient[start : start + GRADIENT_CHUNK]
@@ -374,10 +375,10 @@ class Donor:
         if step in self.backlog:
             record, gradient = self.backlog[step]
             return record.pack(), gradient
-        mine, last = self.orders.committed, self.orders.record
+        mine, last = self.commits.committed, self.commits.record
         if mine is not None and last is not None and last.step == step:
             return last.pack(), mine.update.gradient
-        waiting = self.orders.prepared
+        waiting = self.commits.prepared
         if waiting is not None and waiting.ballot.step == step and not committed:
             return b"", waiting.update.gradient
         return None

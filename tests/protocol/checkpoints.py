@@ -12,11 +12,11 @@ from swarm.terms import Record
 
 def snapshot_of(member: Member) -> Snapshot | None:
     """A copy of its state at its step, if it has one."""
-    server, orders = member.server, member.orders
-    if server is None or orders is None or not orders.valid:
+    server, commits = member.server, member.commits
+    if server is None or commits is None or not commits.valid:
         return None
     tensors = {name: each.clone() for name, each in server.state.tensors().items()}
-    snapshot = Snapshot(server.ledger.step, server.state.updates, "", orders.record, tensors)
+    snapshot = Snapshot(server.ledger.step, server.state.updates, "", commits.record, tensors)
     snapshot.fingerprint = snapshot_mark(snapshot)
     return snapshot
 

@@ -43,8 +43,8 @@ class Chronicle:
     def passed(self, who: str, point: str, facts: dict[str, Any]) -> None:
         """Somebody passes a point of the protocol."""
         if point == "committed":
-            orders = self.swarm.members[who].orders if who in self.swarm.members else None
-            self.note_record(orders.record if orders else None)
+            commits = self.swarm.members[who].commits if who in self.swarm.members else None
+            self.note_record(commits.record if commits else None)
         elif point in TOLD:
             self.told[TOLD[point]] += 1
         elif point == "sent":
@@ -131,10 +131,10 @@ def _has_state(
     pending: Sequence[Record],
 ) -> bool:
     """Whether it is, or will be by itself, at the newest state there may be of its stage."""
-    server, orders = member.server, member.orders
-    if server is None or orders is None or server.stage != stage or not orders.valid:
+    server, commits = member.server, member.commits
+    if server is None or commits is None or server.stage != stage or not commits.valid:
         return False
-    sha256 = orders.prepared.update.facts.sha256 if orders.prepared else ""
+    sha256 = commits.prepared.update.facts.sha256 if commits.prepared else ""
     step = server.ledger.step
     if step == next_step:
         return all(sha256 == record.gradients[stage] for record in pending)

@@ -209,10 +209,10 @@ def test_a_record_that_does_not_follow_the_last_one_is_refused() -> None:
     def probe(who: str, point: str, facts: dict[str, Any]) -> None:
         seen(who, point, facts)
         if (who, point, facts.get("step")) == ("r1.1", "committed", 1):
-            orders = swarm.members["r1.1"].orders
-            assert orders is not None
-            assert orders.record is not None
-            orders.record = replace(orders.record, loss=0.0)
+            commits = swarm.members["r1.1"].commits
+            assert commits is not None
+            assert commits.record is not None
+            commits.record = replace(commits.record, loss=0.0)
 
     swarm.on_probe = probe  # type: ignore[method-assign]
     assert swarm.run(4)["sha256"] == baseline(4)[0]

@@ -92,9 +92,9 @@ class Struck(Swarm):
 
     def where(self, member: Member, index: int | None) -> str:
         """What a replica does at this moment, by its own state."""
-        server, orders = member.server, member.orders
+        server, commits = member.server, member.commits
         assert server is not None
-        assert orders is not None
+        assert commits is not None
         if index is not None:
             entry = server.ledger.entries.get(index)
             work = server.kept.works.get(index)
@@ -109,9 +109,9 @@ class Struck(Swarm):
                 case Phase.BACKWARD:
                     return "in backward"
             return "counted"
-        if orders.commit_lock.locked():
+        if commits.lock.locked():
             return "committing"
-        if orders.prepared is not None:
+        if commits.prepared is not None:
             return "prepared"
         return "averaging" if server.ledger.frozen_attempt is not None else "elsewhere"
 

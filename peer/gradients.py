@@ -1,0 +1,41 @@
+"""The averaged gradient of a step, from a replica that has it (`peer.snapshots` hands it out).
+
+For who missed the round and is told the record, and for who collects every commit to catch up.
+Whoever asks compares its sha256 with the one in the record before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from swarm.net.channel import Channel
+from swarm.spec import TensorSpec
+from swarm.wire.codecs import TensorMeta, decode
+from swarm.wire.frames import check_tensors
+
+GRADIENT_CHUNK = 1 << 20  # elements; one frame of 4 MiB
+
+
+async def fetch_gradient(
+    channel: Channel, total: int, asked: Mapping[str, Any]
+) -> tuple[Tensor, object]:
+    """All `total` elements, float32, chunk by chunk, and the record that came with the first.
+
+    `asked` is what the `gradient` call says besides `start` (docs/protocol.md); the record is that
+    of a hostile peer, and empty where the step is not committed. Raises SwarmError.
+    """
+    gradient, record = torch.empty(total, dtype=torch.float32), b""
+    for start in range(0, total, GRADIENT_CHUNK):
+        length = min(GRADIENT_CHUNK, total - start)
+
+        def check(_: Mapping[str, Any], metas: Sequence[TensorMeta], length: int = length) -> None:
+            check_tensors(metas, [TensorSpec((length,), "float32")], "float32")
+
+        answer = await channel.call("gradient", {**asked, "start": start}, check_reply=check)
+        record = answer.body.get("record") or record
+        gradient[start : start + length] = decode(answer.tensors[0])
+    return gradient, record
