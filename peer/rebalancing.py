@@ -307,7 +307,8 @@ class Rebalancing:
     # ---- for people -----------------------------------------------------------------------------
 
     def as_dict(self) -> dict[str, Any]:
-        """For status: rates per stage, what the best assignment and another cut could reach."""
+        """For status: rates per stage, what the best assignment and another cut could reach, and
+        where one more peer like the others would go."""
         pipeline = self.leader.pipeline
         now, table = asyncio.get_running_loop().time(), self.table()
         speeds = [table.speed(peer) for peer in table.peers]
@@ -319,11 +320,14 @@ class Rebalancing:
             for each in part
         ]
         cut = recut(scaled, pipeline.cut, table, now)
+        usual = statistics.median([each for each in speeds if each > 0] or [1.0])
+        missed = choose_stage(table, PeerLoad("", speed=usual), now)
         return {
             "stages": [round(each, 4) for each in table.present_rates(now)],
             "best": round(optimum(costs, speeds), 4),
             "plan": self._reason,
             "recut": {"cut": list(cut.cut), "gain": round(cut.gain, 4), "reason": cut.reason},
+            "help": {"stage": missed.stage, "reason": missed.reason},
             "moves": list(self.news),
         }
 

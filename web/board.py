@@ -16,7 +16,7 @@ from typing import Any
 from swarm.names import friendly_name
 from swarm.words import count_text, duration_text, event_text
 from web.health import Health, Stage, bottleneck, counts_text, judge, neediest
-from web.intake import Notes, Observation, PeerReport, Replica
+from web.intake import Notes, Observation, PeerReport, Replica, Wanted
 from web.store import Store
 
 RECENT_S = 60.0
@@ -239,7 +239,7 @@ class Board:
             return {
                 "head": {**head, "name": "", "step": 0, "num_steps": 0},
                 "stages": [], "flows": [], "replicas": {}, "feed": list(self._feed),
-                "samples": [], "contributors": self._top(), "help": self._help(None),
+                "samples": [], "contributors": self._top(), "help": self._help(None, ()),
             }  # fmt: skip
         facts = self._stage_facts(seen)
         slow = bottleneck(facts)
@@ -279,7 +279,7 @@ class Board:
                 for sample in seen.samples[-NUM_SAMPLES:]
             ],
             "contributors": self._contributors,
-            "help": self._help(facts),
+            "help": self._help(seen.wanted, facts),
         }
 
     def _eta_s(self, seen: Observation) -> int | None:
@@ -339,8 +339,17 @@ class Board:
             "activity": list(self._shares.get(row.incarnation, ())),
         }
 
-    def _help(self, facts: Sequence[Stage] | None) -> dict[str, Any]:
-        stage, why = neediest(facts) if facts else (None, "")
+    def _help(self, wanted: Wanted | None, facts: Sequence[Stage]) -> dict[str, Any]:
+        """Where one more peer helps most: where the leader would send it; where it does not say,
+        as far as can be told from here."""
+        stage: int | None = None
+        why = ""
+        if wanted is not None:
+            stage, why = wanted.stage, wanted.reason
+            if why.startswith(name := f"stage {stage} "):
+                why = f"it {why.removeprefix(name)}"
+        elif facts:
+            stage, why = neediest(facts)
         return {"line": self.join_line, "stage": stage, "why": why}
 
     def marks(self, since: float) -> list[dict[str, Any]]:

@@ -105,7 +105,8 @@ def bottleneck(stages: Sequence[Stage]) -> int | None:
 
 
 def neediest(stages: Sequence[Stage]) -> tuple[int, str]:
-    """Which stage one more replica helps most, and why. Needs one stage at least."""
+    """Which stage one more replica helps most, and why. For where the leader does not say: its
+    planner knows what stages cost, and who is on the way. Needs one stage at least."""
     counts = [stage.serving for stage in stages]
     fewest = counts.index(min(counts))
     if not counts[fewest]:

@@ -70,6 +70,14 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Wanted:
+    """The stage to which the leader would send one more peer, and why."""
+
+    stage: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Observation:
     """What a leader told, cleaned. `events` are mappings with `t` and `event` at least."""
 
@@ -97,6 +105,7 @@ class Observation:
     term: int
     events: tuple[Mapping[str, Any], ...]
     samples: tuple[Sample, ...]
+    wanted: Wanted | None = None  # None: the leader does not say
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +212,7 @@ def read_observation(body: object, now: float, notes: Notes) -> Observation | No
         term=whole(status.get("term")) or 0,
         events=read_events(body.get("events"), now, notes),
         samples=_samples(body.get("samples"), num_stages, now),
+        wanted=_wanted(_map(status.get("placement")).get("help"), num_stages, notes),
     )
 
 
@@ -279,6 +289,16 @@ def _replicas(value: object, num_stages: int, notes: Notes) -> tuple[Replica, ..
             real(row.get("share"), 0.0, 1.0) or 0.0,
         )
     return tuple(found.values())
+
+
+def _wanted(value: object, num_stages: int, notes: Notes) -> Wanted | None:
+    if value is None:
+        return None
+    stage, reason = whole(_map(value).get("stage")), text(_map(value).get("reason"))
+    if stage is None or stage >= num_stages or not reason:
+        notes.add("where the leader wants help makes no sense")
+        return None
+    return Wanted(stage, reason)
 
 
 def _boundaries(value: object, num_stages: int) -> tuple[tuple[int, int], ...]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from peer.members import Offer
 from peer.restoring import Origin, Saved
 from peer.snapshots import Snapshot
 from swarm.errors import DataError
@@ -54,6 +55,9 @@ def run(swarm: AdaptiveSwarm, num_steps: int, **when: Act) -> list[tuple[str, Ma
     def at_end() -> None:
         reached.append(swarm.rate_of(swarm.stages()) / best(swarm))
         swarm.settled = swarm.stages()
+        assert swarm.leader is not None
+        rebalancing = swarm.leader.rebalancing  # it asks for help where it would send who comes
+        assert rebalancing.as_dict()["help"]["stage"] == rebalancing.place("new#1", Offer()).stage
 
     swarm.at_end = at_end
     assert swarm.run(num_steps)["sha256"] == baseline(num_steps, MICROBATCHES)[0]

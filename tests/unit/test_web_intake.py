@@ -100,6 +100,38 @@ def test_values_out_of_bounds_count_as_missing(peers: list[str]) -> None:
     assert (replica.queue, replica.step, seen.loss, seen.tokens) == (0, 0, None, 0)
 
 
+def test_where_help_is_needed_is_what_the_leader_says(peers: list[str]) -> None:
+    """Its planner knows more than the page, which judges for itself only where it does not say."""
+    rows = [row(peers[0], 0), row(peers[1], 1, service_s=5.0)]
+
+    def helped(placement: Any) -> tuple[Any, str, int]:
+        shown = board()
+        assert tell(shown, answer(rows, placement=placement))
+        found = shown.snapshot(NOW)["help"]
+        return found["stage"], found["why"], shown.notes.total
+
+    said = {"stage": 0, "reason": "stage 0 is the slowest: 1 -> 2 microbatches/s"}
+    assert helped({"help": said}) == (0, "it is the slowest: 1 -> 2 microbatches/s", 0)
+    own = helped({})
+    assert own == (1, "it is the slowest, so the whole run gains", 0)
+    assert helped(7) == own
+    for bad in (
+        {**said, "stage": 2},
+        {**said, "stage": -1},
+        {**said, "stage": True},
+        {**said, "stage": None},
+        {**said, "reason": 7},
+        {**said, "reason": ""},
+        {},
+        [0, "here"],
+    ):
+        assert helped({"help": bad}) == (*own[:2], 1), bad
+    stage, why, notes = helped({"help": {**said, "reason": f"{SCRIPT} 203.0.113.7 " + "x" * 10**6}})
+    assert (stage, notes) == (0, 0)
+    assert len(why) <= MAX_REASON
+    assert "203.0" not in why
+
+
 def test_a_flood_is_cut(peers: list[str]) -> None:
     event = {"t": NOW, "event": "left", "replica": f"{peers[0]}#1", "reason": "x" * 100_000}
     body = answer([row(peers[0], 0)] * 100_000, events=[event] * 100_000)
