@@ -13,19 +13,17 @@ package) leaves a stage with nobody who could serve it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import swarm.errors
 from peer.interrupt import stop_signals
-from peer.local_process import ForkServer, ForkServerError
+from peer.local_process import ForkServer
 from peer.local_table import (
     LocalProcess,
-    bound_log,
+    ProcessTable,
     check_stages,
     letters,
     num_cores,
@@ -42,12 +40,11 @@ __all__ = ["LEADER", "LOOPBACK", "WEB", "LocalProcess", "LocalSwarm", "parse_pee
 LOOPBACK = ("/ip4/127.0.0.1/tcp/0",)
 LEADER, WEB = "leader", "web"
 NO_STAGE = -1
-_TICK_S = 2.0
 _PORT_POLL_S = 0.05
 _PORT_LIMIT_S = 15.0
 
 
-class LocalSwarm:
+class LocalSwarm(ProcessTable):
     """One leader and its peers. Use `await swarm.run()`, or start, wait and stop by hand.
 
     `config` is stamped (`peer.launch.stamp`) with the identity in `identity_path`. The leader
@@ -90,14 +87,13 @@ class LocalSwarm:
         if isinstance(peers, Mapping):
             peers = [(stage, None) for stage in sorted(peers) for _ in range(peers[stage])]
         check_stages([stage for stage, _ in peers], num_stages)
-        self.config, self.run_dir = config, Path(run_dir)
+        super().__init__(Path(run_dir), server)
+        self.config = config
         self.identity_path = identity_path or self.run_dir / "trainer" / "identity.key"
         self._claimed = claimed
         self.threads = threads or max(1, num_cores() // len(peers))
-        self.processes: dict[str, LocalProcess] = {}
         self.link = ""
         self.report: dict[str, Any] | None = None
-        self.server_pid = 0
         self._wanted = list(peers)
         self._steps, self._report_path, self._device = steps, report, device
         self._listen, self._drain_s = list(listen), drain_s
@@ -105,13 +101,10 @@ class LocalSwarm:
         self.url = ""  # of the dashboard
         self._resume = resume  # by the leader's first life only
         self._say, self._on_step = say, on_step
-        self._server = server
         self._linked = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
         self._fatal: SwarmError | None = None
         self._over = asyncio.Event()
-        self._stopping = False
-        self._tasks: set[asyncio.Task[None]] = set()
 
     async def run(
         self, on_start: Callable[[], None] = lambda: None, *, grace_s: float = 3.0
@@ -158,11 +151,7 @@ class LocalSwarm:
         Raises the leader's SwarmError if it fails before it has a link. Call `stop` afterwards,
         whether this succeeded, raised or was cancelled.
         """
-        if self._server is None:
-            self._server = self._warm_up()
-        self.server_pid = self._server.pid
-        await self._server.connect()
-        self._spawn_task(self._bound_logs())
+        await self.open(self._warm_up)
         await self._start_leader(self._listen)
         await self._until_linked()
         async with asyncio.TaskGroup() as group:
@@ -176,36 +165,6 @@ class LocalSwarm:
         await self._over.wait()
         self._raise_if_failed()
         return self.report or {}
-
-    async def stop(self, grace_s: float = 3.0) -> None:
-        """End everything: politely, then after `grace_s` by force. Nothing is left. Idempotent.
-
-        Cancelled, it may leave processes; call it again.
-        """
-        self._stopping = True
-        if self._server is not None:
-            for process in self.processes.values():
-                self._signal(process, signal.SIGCONT, daemons=True)
-                self._signal(process, signal.SIGINT)
-            ended = [
-                asyncio.ensure_future(process.child.ended.wait())
-                for process in self.processes.values()
-                if process.child is not None
-            ]
-            if ended:
-                await asyncio.wait(ended, timeout=grace_s)
-            for future in ended:
-                future.cancel()
-            await self._server.aclose()
-        for task in list(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def kill(self) -> None:
-        """End everything at once, without asking. Call `stop` afterwards to wait for it."""
-        self._stopping = True
-        if self._server is not None:
-            self._server.kill()
 
     def kill_leader(self) -> None:
         """kill -9 of the leader: the run stands still until `restart_leader`."""
@@ -232,25 +191,6 @@ class LocalSwarm:
         await self._start_leader(listen)
         await self._until_linked()
 
-    def kill_peer(self, name: str) -> None:
-        """kill -9, as if its machine had failed."""
-        self._expect_end(name)
-        self._signal(self.processes[name], signal.SIGKILL)
-
-    def stop_peer(self, name: str) -> None:
-        """SIGTERM: it drains for `drain_s` at most, and leaves."""
-        self._expect_end(name)
-        self._signal(self.processes[name], signal.SIGTERM)
-
-    def freeze(self, name: str) -> None:
-        """Stop it and its network daemon: silent, but its connections stay open."""
-        self.processes[name].frozen = True
-        self._signal(self.processes[name], signal.SIGSTOP, daemons=True)
-
-    def thaw(self, name: str) -> None:
-        self.processes[name].frozen = False
-        self._signal(self.processes[name], signal.SIGCONT, daemons=True)
-
     async def add_peer(self, stage: int | None = None, threads: int | None = None) -> LocalProcess:
         """One more peer, of this stage or of one it chooses."""
         if stage is not None and not 0 <= stage < self.config.model.stages:
@@ -258,14 +198,6 @@ class LocalSwarm:
         process = self._new_peer(stage, threads)
         await self._start_peer(process)
         return process
-
-    async def ended(self, name: str) -> int:
-        """Wait until this process has ended: its exit code, negative for a signal."""
-        child = self.processes[name].child
-        assert child is not None
-        await child.ended.wait()
-        assert child.code is not None
-        return child.code
 
     def status(self) -> dict[str, Any]:
         """What the leader last wrote about the run (docs/operations.md); empty before that."""
@@ -354,25 +286,6 @@ class LocalSwarm:
         if not (self._stopping or self._over.is_set() or code == 0):
             self._say(f"the dashboard has ended: {process.how_it_ended()}")
 
-    async def _spawn(
-        self, process: LocalProcess, target: str, arguments: Mapping[str, Any]
-    ) -> None:
-        assert self._server is not None
-        self.processes[process.name] = process
-        try:
-            process.child = await self._server.spawn(
-                process.name,
-                target,
-                arguments,
-                log=process.log,
-                on_message=lambda message: self._hear(process, message),
-            )
-        except ForkServerError as error:
-            path = self.run_dir / "peers" / "server.log"
-            with contextlib.suppress(OSError):
-                path.write_text(self._server.traceback or f"{error}\n")
-            raise SwarmError(f"cannot start processes: {error}", f"see {path}") from None
-
     def _hear(self, process: LocalProcess, message: Mapping[str, Any]) -> None:
         if "link" in message:
             self.link = message["link"]
@@ -421,27 +334,6 @@ class LocalSwarm:
     def _raise_if_failed(self) -> None:
         if self._fatal is not None:
             raise self._fatal
-
-    def _expect_end(self, name: str) -> None:
-        self.processes[name].expected_to_end = True
-        if self.processes[name].frozen:
-            self.thaw(name)
-
-    def _signal(self, process: LocalProcess, number: int, *, daemons: bool = False) -> None:
-        if self._server is not None and process.child is not None:
-            self._server.signal(process.child, number, daemons=daemons)
-
-    def _spawn_task(self, coroutine: Any) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        return task
-
-    async def _bound_logs(self) -> None:
-        while True:
-            await asyncio.sleep(_TICK_S)
-            for process in self.processes.values():
-                bound_log(process.log)
 
 
 def _error_from(message: Mapping[str, Any]) -> SwarmError:

@@ -1,20 +1,23 @@
-"""The table of a local swarm's processes: who there is, under which name, and how they ended."""
+"""The table of a local swarm's processes: who there is, under which name, and how they end."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from peer.local_process import Child
+from peer.local_process import Child, ForkServer, ForkServerError
 from swarm.errors import ConfigError, SwarmError
 
 MAX_LOCAL_PEERS = 256
 MAX_LOG_BYTES = 10 << 20
 KEPT_LOG_BYTES = 1 << 20
+_TICK_S = 2.0
 
 
 def parse_peers(text: str) -> dict[int, int]:
@@ -76,6 +79,130 @@ class LocalProcess:
         code = self.code or 0
         how = f"exit code {code}" if code >= 0 else f"killed by {_signal_name(-code)}"
         return f"{how} - see {self.log}"
+
+
+class ProcessTable:
+    """Processes by name, forked by one server: started, told to end, and none of them left behind.
+
+    Subclasses say what they are, and hear what they tell (`_hear`). Their logs are bounded.
+    """
+
+    def __init__(self, run_dir: Path, server: ForkServer | None = None) -> None:
+        self.run_dir = run_dir
+        self.processes: dict[str, LocalProcess] = {}
+        self.server_pid = 0
+        self._server = server
+        self._stopping = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def open(self, begin: Callable[[], ForkServer]) -> None:
+        """Talk to the server, one that `begin` gives where there is none yet."""
+        if self._server is None:
+            self._server = begin()
+        self.server_pid = self._server.pid
+        await self._server.connect()
+        self._spawn_task(self._bound_logs())
+
+    async def stop(self, grace_s: float = 3.0) -> None:
+        """End everything: politely, then after `grace_s` by force. Nothing is left. Idempotent.
+
+        Cancelled, it may leave processes; call it again.
+        """
+        self._stopping = True
+        if self._server is not None:
+            for process in self.processes.values():
+                self._signal(process, signal.SIGCONT, daemons=True)
+                self._signal(process, signal.SIGINT)
+            ended = [
+                asyncio.ensure_future(process.child.ended.wait())
+                for process in self.processes.values()
+                if process.child is not None
+            ]
+            if ended:
+                await asyncio.wait(ended, timeout=grace_s)
+            for future in ended:
+                future.cancel()
+            await self._server.aclose()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def kill(self) -> None:
+        """End everything at once, without asking. Call `stop` afterwards to wait for it."""
+        self._stopping = True
+        if self._server is not None:
+            self._server.kill()
+
+    def kill_peer(self, name: str) -> None:
+        """kill -9, as if its machine had failed."""
+        self._expect_end(name)
+        self._signal(self.processes[name], signal.SIGKILL)
+
+    def stop_peer(self, name: str) -> None:
+        """SIGTERM: it drains for `drain_s` at most, and leaves."""
+        self._expect_end(name)
+        self._signal(self.processes[name], signal.SIGTERM)
+
+    def freeze(self, name: str) -> None:
+        """Stop it and its network daemon: silent, but its connections stay open."""
+        self.processes[name].frozen = True
+        self._signal(self.processes[name], signal.SIGSTOP, daemons=True)
+
+    def thaw(self, name: str) -> None:
+        self.processes[name].frozen = False
+        self._signal(self.processes[name], signal.SIGCONT, daemons=True)
+
+    async def ended(self, name: str) -> int:
+        """Wait until this process has ended: its exit code, negative for a signal."""
+        child = self.processes[name].child
+        assert child is not None
+        await child.ended.wait()
+        assert child.code is not None
+        return child.code
+
+    def _hear(self, process: LocalProcess, message: Mapping[str, Any]) -> None:
+        """What a process tells."""
+        raise NotImplementedError
+
+    async def _spawn(
+        self, process: LocalProcess, target: str, arguments: Mapping[str, Any]
+    ) -> None:
+        assert self._server is not None
+        self.processes[process.name] = process
+        try:
+            process.child = await self._server.spawn(
+                process.name,
+                target,
+                arguments,
+                log=process.log,
+                on_message=lambda message: self._hear(process, message),
+            )
+        except ForkServerError as error:
+            path = self.run_dir / "peers" / "server.log"
+            with contextlib.suppress(OSError):
+                path.write_text(self._server.traceback or f"{error}\n")
+            raise SwarmError(f"cannot start processes: {error}", f"see {path}") from None
+
+    def _expect_end(self, name: str) -> None:
+        self.processes[name].expected_to_end = True
+        if self.processes[name].frozen:
+            self.thaw(name)
+
+    def _signal(self, process: LocalProcess, number: int, *, daemons: bool = False) -> None:
+        if self._server is not None and process.child is not None:
+            self._server.signal(process.child, number, daemons=daemons)
+
+    def _spawn_task(self, coroutine: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _bound_logs(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            for process in self.processes.values():
+                bound_log(process.log)
 
 
 def bound_log(path: Path) -> None:

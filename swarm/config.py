@@ -36,17 +36,15 @@ from swarm.config_fields import (
     UpdateSection,
     ValidationSection,
     WireSection,
-    canonical_bytes,
-    num_layers,
-    run_id_of,
 )
 from swarm.errors import ConfigError, DataError, JoinError
+from swarm.run_id import canonical_bytes, run_id_of
 
 __all__ = [
     "MAX_CONFIG_BYTES", "BatchSection", "CheckpointSection", "DataSection", "MemorySection",
     "ModelSection", "OptimizerSection", "RunConfig", "RunSection", "ScheduleSection",
     "UpdateSection", "ValidationSection", "WireSection", "canonical_bytes", "from_canonical",
-    "load_config", "num_layers", "parse_config", "parse_toml", "run_id_of", "with_data_hashes",
+    "load_config", "parse_config", "parse_toml", "run_id_of", "with_data_hashes",
     "with_pretrained_hash", "with_trainers",
 ]  # fmt: skip
 

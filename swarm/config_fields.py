@@ -8,8 +8,6 @@ fields in the section that sees them all; their messages name the keys in full. 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -23,7 +21,8 @@ from pydantic import (
     model_validator,
 )
 
-RUN_ID_HEX = 32
+from swarm.config_model import check_model_config, complete_model_config
+from swarm.run_id import canonical_bytes, run_id_of
 
 Codec = Literal[
     "float32", "float16", "bfloat16", "int8", "int4",
@@ -154,16 +153,7 @@ class ModelSection(Section):
                 f"model.cut lists {len(self.cut)} stages but model.stages is {self.stages}"
             )
         if self.config is not None:
-            _check_model_dict(self.config)
-            layers = num_layers(self.config)
-            if layers is not None and self.cut is not None and sum(self.cut) != layers:
-                raise ValueError(
-                    f"model.cut adds up to {sum(self.cut)} layers but model.config has {layers}"
-                )
-            if layers is not None and self.stages > layers:
-                raise ValueError(
-                    f"model.stages is {self.stages} but model.config has {layers} layers"
-                )
+            check_model_config(self.config, stages=self.stages, cut=self.cut)
         return self
 
 
@@ -417,58 +407,7 @@ class RunConfig(Section):
             raise ValueError('data.tokenizer = "pretrained" needs model.pretrained')
         config = self.model.config
         if config is not None:
-            # Written out here, so that the canonical form says what is trained. The dict is ours:
-            # validation made it.
-            config.setdefault("tie_word_embeddings", False)
-            if "text_config" not in config:
-                config.setdefault("vocab_size", self.data.vocab_size)
-            vocab_size = config.get("vocab_size")
-            if isinstance(vocab_size, int) and vocab_size < self.data.vocab_size:
-                raise ValueError(
-                    f"model.config.vocab_size is {vocab_size} but data.vocab_size is "
-                    f"{self.data.vocab_size}"
-                )
-            for key in ("max_position_embeddings", "n_positions"):
-                positions = config.get(key)
-                if isinstance(positions, int) and positions < self.data.sequence:
-                    raise ValueError(
-                        f"model.config.{key} is {positions} but data.sequence is "
-                        f"{self.data.sequence}"
-                    )
+            complete_model_config(  # the dict is ours: validation made it
+                config, vocab_size=self.data.vocab_size, sequence=self.data.sequence
+            )
         return self
-
-
-def num_layers(model_config: dict[str, JsonValue]) -> int | None:
-    """Decoder layers an inline Hugging Face config names itself, or None."""
-    for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
-        layers = model_config.get(key)
-        if isinstance(layers, int) and not isinstance(layers, bool):
-            return layers
-    return None
-
-
-def _check_model_dict(config: dict[str, JsonValue]) -> None:
-    if not isinstance(config.get("model_type"), str):
-        raise ValueError('model.config needs model_type, as in model_type = "llama"')
-    for key in ("auto_map", "trust_remote_code"):
-        if key in config:
-            raise ValueError(f"model.config.{key} is refused: peers run no code from elsewhere")
-    try:
-        json.dumps(config, allow_nan=False)
-    except ValueError:
-        raise ValueError("model.config has a number that is nan or infinite") from None
-
-
-def canonical_bytes(config: RunConfig) -> bytes:
-    """The bytes that are hashed and sent to joiners: JSON, sorted keys, no spaces, all fields."""
-    return json.dumps(
-        config.model_dump(mode="json"),
-        sort_keys=True,
-        separators=(",", ":"),
-        ensure_ascii=True,
-        allow_nan=False,
-    ).encode("ascii")
-
-
-def run_id_of(canonical: bytes) -> str:
-    return hashlib.sha256(canonical).hexdigest()[:RUN_ID_HEX]
