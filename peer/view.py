@@ -406,7 +406,9 @@ class TerminalView:
         state = (clean(status.get("state"), 20), clean(status.get("reason"), 300))
         if state != self._state:
             self._state = state
-            self._print(": ".join(part for part in state if part))
+            name, reason = state
+            parts = [reason] if reason.startswith(name) else [name, reason]
+            self._print(": ".join(part for part in parts if part))
         losses = losses_of(status)
         if self._last_step is None:  # of a run that has long been going on, only what is new
             self._last_step = losses[-1][0] - 1 if losses else -1

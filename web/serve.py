@@ -151,13 +151,15 @@ def listen(host: str, port: int | None) -> Iterator[socket.socket]:
         with made:
             yield made
         return
-    what = getattr(failure, "strerror", None) or str(failure)
+    what = (getattr(failure, "strerror", None) or str(failure)).partition(" (while ")[0].lower()
     of_the_port = getattr(failure, "errno", None) in (errno.EADDRINUSE, errno.EACCES)
     if of_the_port or isinstance(failure, OverflowError):
-        remedy = "choose another --port"
-    else:
-        remedy = "name an address of this machine, as --host 127.0.0.1, or 0.0.0.0 for all of them"
-    raise ListenError(f"cannot listen on {host} port {wanted[-1]}: {what}", remedy)
+        where = f"{host} port {wanted[-1]}"
+        raise ListenError(f"cannot listen on {where}: {what}", "choose another --port")
+    raise ListenError(
+        f"cannot listen on {host}: {what}",
+        "name an address of this machine, as --host 127.0.0.1, or 0.0.0.0 for all of them",
+    )
 
 
 def url_of(listening: socket.socket) -> str:

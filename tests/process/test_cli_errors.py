@@ -352,6 +352,8 @@ def test_a_restart_that_fails_leaves_no_old_status(forks: Forks, tmp_path: Path)
     assert "address already in use" in now["reason"]
     assert now["run"]["link"] == former["run"]["link"]  # its port is where peers look
     assert "finished" not in leader.out
+    assert "failed\n" in leader.out
+    assert "address already in use" not in leader.out, "the reason is said twice"
 
 
 def test_a_pipeline_that_is_not_allowed(forks: Forks, tmp_path: Path) -> None:

@@ -350,13 +350,16 @@ def test_what_a_person_must_mend_is_the_swarms_error(
     kind: type[SwarmError],
     what: str,
 ) -> None:
+    lines: list[str] = []
+
     async def main() -> None:
         async with asyncio.timeout(LIMIT_S):
-            await stand_ins(**targets).run()
+            await stand_ins(None, lines, **targets).run()
 
     with pytest.raises(kind, match=what) as caught:
         asyncio.run(main())
     assert caught.value.exit_code == kind.exit_code
+    assert not [line for line in lines if what in line], "the reason is said twice"
 
 
 def test_a_killed_leader_is_an_error(stand_ins: Callable[..., local_stand_ins.StandIns]) -> None:

@@ -182,6 +182,7 @@ def test_without_a_terminal_every_step_is_a_line() -> None:
     with TerminalView(console=console) as view:
         view.note("join with: swarm-peer --join swarm://" + "a" * 100)
         status = a_status(state="waiting", reason="stage 1 needs a peer", losses=[])
+        view.update(a_status(state="waiting", reason="waiting for peers", losses=[]))
         view.update(status)
         view.update(status, EVENTS[:1])
         view.update(a_status(losses=[[0, 3.0]]), [step])
@@ -189,9 +190,9 @@ def test_without_a_terminal_every_step_is_a_line() -> None:
         view.update(a_status(losses=[[0, 3.0], [1, 2.5]]), [{**step, "step": 1}])
     lines = file.getvalue().splitlines()
     assert lines[0] == "join with: swarm-peer --join swarm://" + "a" * 100
-    assert lines[1] == "waiting: stage 1 needs a peer"
-    assert lines[2].endswith("joined stage 1")
-    assert lines[3:] == [
+    assert lines[1:3] == ["waiting for peers", "waiting: stage 1 needs a peer"]
+    assert lines[3].endswith("joined stage 1")
+    assert lines[4:] == [
         "training",
         "step 0  loss 3.0000  1.00 s  10 tokens/s",
         "step 1  loss 2.5000",
