@@ -38,6 +38,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
     )
     path = out or run_dir / "report.html"
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(html, encoding="utf-8")
     except OSError as error:
         raise StorageError(f"cannot write {path}: {error.strerror}", "name another file") from None

@@ -298,7 +298,10 @@ def dashboard(
 def write_report(
     directory: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's directory.")],
     out: Annotated[
-        Path | None, typer.Option(help="File to write [default: RUN_DIR/report.html].")
+        Path | None,
+        typer.Option(
+            help="File to write; missing directories are made [default: RUN_DIR/report.html]."
+        ),
     ] = None,
     debug: Debug = False,
 ) -> None:

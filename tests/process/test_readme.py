@@ -75,7 +75,7 @@ def test_your_own_run(run: Callable[..., Command], tmp_path: Path) -> None:
     (up, final), (baseline, same) = (report(tmp_path / f"{n}.jsonl") for n in ("up", "baseline"))
     assert [step["step"] for step in up] == list(range(LEARNING))
     assert up[0]["loss"] == pytest.approx(math.log(256), abs=0.3)  # bytes, nothing learned yet
-    assert up[-1]["loss"] < up[0]["loss"] - 1.0, "it does not learn"
+    assert up[-1]["loss"] < up[0]["loss"] - 0.8, "it does not learn"
     assert [each["loss"] for each in up] == [each["loss"] for each in baseline]
     assert final["sha256"] == same["sha256"]
     assert f"finished: {LEARNING} steps, sha256 {final['sha256']}" in said["up"].out

@@ -92,6 +92,7 @@ def test_one_file_with_nothing_from_elsewhere(tmp_path: Path, peers: list[str]) 
     data = html.partition('id="recording">')[2].partition("</script>")[0]
     assert len(json.loads(data)["frames"]) >= MIN_FRAMES
     with pytest.raises(StorageError, match="cannot write"):
-        write_report(tmp_path, tmp_path / "nowhere" / "report.html")
+        write_report(tmp_path, path / "report.html")  # a file is in the way
+    assert write_report(tmp_path, tmp_path / "new" / "report.html").is_file()
     with pytest.raises(DataError, match="holds no events"):
         write_report(tmp_path / "keys")
