@@ -64,20 +64,21 @@ class Commits:
         """The fingerprint of the state as it was when it became that of the ledger's step."""
         step = self.server.ledger.step
         if self._mark is None or self._mark[0] != step:
-            value = (
-                await self.server.compute.run(Kind.UPDATE, self.server.state.fingerprint)
-            ).value
+            value = await self.fingerprint()
             if self.server.ledger.step != step or not self.valid:
                 return value
             self._mark = (step, value)
         return self._mark[1]
 
-    async def verified_mark(self, step: int) -> str:
-        """The fingerprint of the state as it is now, that of `step`.
+    async def fingerprint(self) -> str:
+        """That of the state as it is now."""
+        return (await self.server.compute.run(Kind.UPDATE, self.server.state.fingerprint)).value
+
+    def verified(self, value: str, step: int) -> str:
+        """The fingerprint `value` of the state, that of `step`.
 
         Raises CallFailedError, and gives the state up, when it has changed since the last commit.
         """
-        value = (await self.server.compute.run(Kind.UPDATE, self.server.state.fingerprint)).value
         if self._mark is None or self._mark[0] != step:
             self._mark = (step, value)  # a state that came from a donor
         if self._mark[1] != value:

@@ -8,7 +8,8 @@ its share is issued again, and the step goes on. `peer.admission` is how replica
 `peer.watch` notices those that live and do nothing.
 
 With a policy that has two steps in flight (*delayed*) the next step's microbatches go round from
-the moment the step has all of its own: it is worked *ahead* until its predecessor is committed.
+the moment the step has given away all of its own, so the pipeline never runs empty: it is worked
+*ahead* until its predecessor is committed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -32,6 +34,7 @@ from peer.restoring import Origin, Restoring, Saved
 from peer.stage_server import Probe, no_probe
 from peer.watch import Watch
 from swarm.consensus import Vote
+from swarm.credits import Transit, slots
 from swarm.errors import StageFailedError, SwarmError
 from swarm.model.stage import Stage
 from swarm.names import brief
@@ -49,7 +52,6 @@ from swarm.wire.codecs import WireTensor
 
 log = logging.getLogger(__name__)
 HOLD_OFF_S = 20.0
-SPARE_SLOTS = 2
 
 
 class Batches(Protocol):
@@ -135,6 +137,7 @@ class Leader:
         self.probe, self.same_numerics = probe, same_numerics
         self.members = Members(pipeline.num_stages)
         self.router = Router(seed, credits=self.slots)
+        self.transit = Transit()
         self.tasks = TaskSet()
         self.admission = Admission(self)
         self.restoring = Restoring(self, saved)
@@ -244,8 +247,7 @@ class Leader:
         watching = self._watch(step)
         try:
             while True:
-                await self.microbatches_of(step).run(step)
-                self._begin_ahead(step)
+                await self.microbatches_of(step).run(step, lambda: self._begin_ahead(step))
                 if await self.admission.hold(step, loop.time() - began):
                     continue
                 await self.quorum.void(step.number)
@@ -279,6 +281,7 @@ class Leader:
     def _begin_step(self) -> Step:
         number = self.next_step + len(self.live)
         self.router.begin_step()
+        self.transit.begin_step()
         step = Step(number, self.plan.num_microbatches, self.pipeline.num_stages, self.router)
         step.tries, step.attempt = self._tries, self.attempt
         before = [name for each in self.live for name in each.active]
@@ -304,7 +307,7 @@ class Leader:
         ]
 
     def _begin_ahead(self, step: Step) -> None:
-        """`step` has all its microbatches: the next one's go round beside what is left of it."""
+        """All of `step`'s microbatches are given away: the next one's follow them."""
         if len(self.live) < self.plan.steps_in_flight and step.number + 1 < self.plan.num_steps:
             self._ahead = self.tasks.spawn(self._work_ahead(self._begin_step()), "ahead")
 
@@ -313,7 +316,7 @@ class Leader:
         watching = self._watch(step)
         try:
             while True:
-                await self.microbatches_of(step).run(step)
+                await self.microbatches_of(step).run(step, lambda: None)
                 self.wake.clear()
                 await self.wake.wait()
         finally:
@@ -332,23 +335,18 @@ class Leader:
         }
 
     def grant_slots(self, step: Step) -> int:
-        """Give each stage its credits; returns how many microbatches may be under way in all.
-
-        To keep n replicas busy takes n microbatches under way and some to spare, and all of them
-        are held by each stage: more per replica where a stage has few. Never more than its
-        replicas can hold, so a slow stage does not fill the memory of those before it.
-        """
-        limits = []
-        for stage in range(step.num_stages):
-            there = step.replicas(stage)
-            slots = self.slots
-            if self.fixed_slots is None and there:
-                held = [m.slots for name in there if (m := self.members.get(name)) is not None]
-                needed = max(slots, -(-len(step.active) // len(there)) + SPARE_SLOTS)
-                slots = min([needed, *held])
-            self.router.grant(stage, slots)
-            limits.append(slots * len(there))
-        return min(limits, default=0)
+        """Give each stage its credits; returns how many microbatches may be under way in all."""
+        there = [step.replicas(stage) for stage in range(step.num_stages)]
+        if self.fixed_slots is not None:
+            given = [self.fixed_slots] * step.num_stages
+        else:
+            known = [[m for name in names if (m := self.members.get(name))] for names in there]
+            held = [[member.slots for member in members] for members in known]
+            rate = min(map(self.router.rate, range(step.num_stages)))
+            given = slots(held, rate, self.transit.seconds, self.slots)
+        for stage, number in enumerate(given):
+            self.router.grant(stage, number)
+        return min(map(operator.mul, given, map(len, there)), default=0)
 
     @property
     def in_flight(self) -> list[asyncio.Task[None]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,8 +84,11 @@ class Microbatches:
         tensors = [torch.from_numpy(np.ascontiguousarray(batch[name])) for name in self._fields]
         return [encode(tensor, "raw") for tensor in tensors]
 
-    async def run(self, step: Step) -> None:
-        """Until every microbatch is counted by one replica per stage."""
+    async def run(self, step: Step, issued: Callable[[], None]) -> None:
+        """Until every microbatch is counted by one replica per stage.
+
+        `issued()` is called whenever none is left to be given away.
+        """
         leader, loop = self.leader, asyncio.get_running_loop()
         while not step.complete:
             if leader.fatal is not None:
@@ -106,8 +109,11 @@ class Microbatches:
                     issue = step.issue(index, now, self._unwanted(step, index))
                     if issue is not None:
                         self._start(step, issue)
+            if not step.waiting():
+                issued()
             leader.admission.reconcile()
             await leader.wake.wait()
+        issued()
 
     def _still_gathering(self, step: Step, now: float) -> bool:
         """Whether to wait for replicas that may hold work of this step under an earlier leader.
@@ -173,7 +179,8 @@ class Microbatches:
 
     async def _drive(self, step: Step, issue: Issue) -> None:
         """One try of one microbatch along its route, and what follows from its failure."""
-        leader = self.leader
+        leader, loop = self.leader, asyncio.get_running_loop()
+        began = loop.time()
         leader.probe("issue", step=step.number, index=issue.index, route=issue.route)
         for replica in issue.route:
             leader.router.started(replica)
@@ -188,7 +195,7 @@ class Microbatches:
         except SwarmError as error:
             await self._resolve(step, issue, 0, "unreachable", str(error))
         else:
-            self._counted(step, issue, answer)
+            self._counted(step, issue, answer, loop.time() - began)
         finally:
             for replica in issue.route:
                 leader.router.finished(replica)
@@ -228,7 +235,7 @@ class Microbatches:
         finally:
             pending.cancel()
 
-    def _counted(self, step: Step, issue: Issue, body: Mapping[str, Any]) -> None:
+    def _counted(self, step: Step, issue: Issue, body: Mapping[str, Any], elapsed_s: float) -> None:
         leader, loss = self.leader, body.get("loss")
         if not isinstance(loss, float):
             # Every hop checks what the next one answers, so this is the first one's own doing.
@@ -242,14 +249,13 @@ class Microbatches:
         self._failures.pop(issue.index, None)
         for replica in issue.route:
             leader.watch.heard(replica)
-        timings = body.get("timings")
-        if isinstance(timings, list) and len(timings) == len(issue.route) and not issue.replay:
-            for replica, timing in zip(issue.route, timings, strict=True):
-                match timing:
-                    case [float(forward_s), float(backward_s), float(_)]:
-                        busy = forward_s + backward_s
-                        if 0 < busy < math.inf:
-                            leader.router.observe(replica, busy)
+        timings = [] if issue.replay else _timings(body, len(issue.route))
+        for replica, timing in zip(issue.route, timings, strict=False):
+            if timing is not None:
+                leader.router.observe(replica, timing[0] + timing[1])
+        known = [timing for timing in timings if timing is not None]
+        if len(known) == len(issue.route):
+            leader.transit.note(elapsed_s, known)
         leader.probe("acknowledged", step=step.number, index=issue.index, route=issue.route)
 
     # ---- what failed ----------------------------------------------------------------------------
@@ -361,3 +367,19 @@ class Microbatches:
             step.fenced(issue, suspect)
         elif answer.get("reason") != "counted":
             leader.expel(step, suspect, f"{why}; {answer.get('reason')!s}")
+
+
+def _timings(body: Mapping[str, Any], num_hops: int) -> list[tuple[float, float, float] | None]:
+    """Per hop the seconds of forward, backward and waiting; None where they make no sense."""
+    timings = body.get("timings")
+    if not isinstance(timings, list) or len(timings) != num_hops:
+        return []
+
+    def checked(timing: object) -> tuple[float, float, float] | None:
+        match timing:
+            case [float(forward_s), float(backward_s), float(waited_s)]:
+                if 0 < forward_s + backward_s < math.inf and 0 <= waited_s < math.inf:
+                    return forward_s, backward_s, waited_s
+        return None
+
+    return [checked(timing) for timing in timings]

@@ -230,13 +230,17 @@ class Orders:
         server.probe("average", step=ballot.step)
         place = f"{server.stage}/{ballot.step}/{ballot.attempt}"
         round_id = f"{term.epoch}/{term.counter}/{term.incarnation}/{place}"
-        mark = await self.commits.verified_mark(ballot.step)
+        # Beside the round: a device that computes the next step keeps both waiting for its kernel.
+        marking = server.tasks.spawn(self.commits.fingerprint())
         try:
             update = await self.commits.policy.prepare(
                 round_id, members, server.state, server.compute, shares
             )
+            mark = self.commits.verified(await marking, ballot.step)
         except RoundFailedError as error:
             raise CallFailedError("failed", error.message, suspect=error.peer) from None
+        finally:
+            marking.cancel()
         if not (update.facts.finite or as_it_is or server.oldest.nonfinite):
             # All that came here were numbers: what is added up here must be, too.
             mine = [server.state.accumulator]

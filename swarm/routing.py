@@ -290,6 +290,11 @@ class Router:
         total = sum(rates.values())
         return {name: rate / total for name, rate in rates.items()}
 
+    def rate(self, stage: int) -> float:
+        """Microbatches per second that those of the stage serve who have been measured, in all."""
+        there = self._stages.get(stage, _Stage()).replicas.values()
+        return sum(1.0 / e.service_s for e in there if e.measured and e.service_s is not None)
+
     def score(self, replica: str, now: float) -> float:
         """1 for a replica without recent failures, down to 1/64."""
         return 2.0 ** -self._penalty(self._replicas[replica], now)

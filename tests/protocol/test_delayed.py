@@ -82,11 +82,18 @@ def test_losses_and_norms_are_the_baselines() -> None:
 
 
 class Timed(Swarm):
-    """Two stages of two replicas whose twins have thin links, `rate_bps`."""
+    """Stages of two replicas whose twins have thin links, `rate_bps`."""
 
-    def __init__(self, policy: str, rate_bps: float) -> None:
+    def __init__(
+        self, policy: str, rate_bps: float, num_stages: int = 2, latency_s: float = 0.001
+    ) -> None:
         super().__init__(
-            num_stages=2, replicas=(2, 2), plan=plan(16), seconds=(0.03, 0.06), policy=policy
+            num_stages=num_stages,
+            replicas=(2,) * num_stages,
+            plan=plan(16),
+            seconds=(0.03, 0.06),
+            policy=policy,
+            latency_s=latency_s,
         )
         slow_averaging(self, rate_bps)
         assert self.run(8)["sha256"] == baseline(8, 16, policy=policy)[0]
@@ -110,6 +117,13 @@ def test_a_step_takes_the_longer_of_computing_and_averaging(share: float, bound:
     averaging_s = exact_s - computing_s
     assert 0.8 * share < averaging_s / computing_s < 1.2 * share
     assert delayed_s < bound * max(computing_s, averaging_s), (computing_s, averaging_s)
+
+
+def test_long_lines_cost_no_more_than_filling_the_pipeline() -> None:
+    """30 ms one way. With *exact* the pipeline runs empty at the end of every step, which costs a
+    third more of it even where lines are short; with *delayed* it does not."""
+    near_s, far_s = (Timed("exact", 1e9, 3, each).step_s for each in (0.0005, 0.030))
+    assert Timed("delayed", 1e9, 3, 0.030).step_s < near_s < far_s / 1.3
 
 
 def test_two_steps_at_most_are_under_way() -> None:
@@ -221,7 +235,7 @@ def test_a_kernel_that_raises(kind: str) -> None:
 def test_a_joiner_takes_part_in_the_step_ahead(point: str) -> None:
     for seed in range(2):
         join = Fault(point, "start", replica="r1.0", step=1, victim="r1.5", stage=1)
-        swarm = check(slow_averaging(delayed(join, seed=seed, microbatches=12)), 7)
+        swarm = check(slow_averaging(delayed(join, seed=seed, microbatches=12)), 10)
         members = [each.record.members[1] for each in swarm.results if each.record]
         assert "r1.5#1" in members[-1]
 
