@@ -84,6 +84,7 @@ class Restoring:
         self.waiting_for: int | None = None  # the stage whose state nobody holds
         self.trouble = ""  # why there is no going back, for people
         self._lost_since: dict[int, float] = {}
+        self._empty_since: dict[int, float] = {}
         self._states: dict[int, asyncio.Task[tuple[Snapshot, bytes]]] = {}
         self._failed: set[int] = set()  # stages whose state is not here after all
 
@@ -107,7 +108,7 @@ class Restoring:
                 self._forget()
             stage = self._look(loop.time())
             early = loop.time() < patient_until and not leader.has_committed
-            if not early and self._needs_a_peer(loop.time()):
+            if self._needs_a_peer(loop.time()) and not early:
                 leader.rebalancing.consider()  # no commit will come before somebody moves there
             if stage is None or early:
                 continue
@@ -120,11 +121,11 @@ class Restoring:
             return
 
     def _needs_a_peer(self, now: float) -> bool:
-        """Whether a lost stage has had nobody who could be given its state for a while."""
-        return any(
-            now - since >= GRACE_S and not self.leader.members.of_stage(stage)
-            for stage, since in self._lost_since.items()
-        )
+        """Whether a stage has had nobody for a while: not even who could be given its state."""
+        stages = range(self.leader.pipeline.num_stages)
+        empty = [stage for stage in stages if not self.leader.members.of_stage(stage)]
+        self._empty_since = {stage: self._empty_since.get(stage, now) for stage in empty}
+        return any(now - since >= GRACE_S for since in self._empty_since.values())
 
     async def until_held(self) -> None:
         """Until somebody of every stage has said that it holds the newest state: before the end of

@@ -15,7 +15,7 @@ from peer.host import Host
 from peer.measure import device_speed
 from peer.member import Member
 from swarm.averaging.all_reduce import GroupAllReduce
-from swarm.averaging.policy import ExactPolicy
+from swarm.averaging.policy import POLICIES
 from swarm.compute import Kind, Timed
 from swarm.net.links import Links
 from swarm.placement import MovePolicy
@@ -45,6 +45,7 @@ class AdaptiveSwarm(Swarm):
     peers: Sequence[Sequence[int]] = ((),) * 6
     costs: Sequence[float] = (1.0, 1.0, 1.0)
     moves: MovePolicy | None = field(default_factory=lambda: EAGER)
+    benchmark_s: float = 1.0
 
     def __post_init__(self) -> None:
         self.hosts: dict[str, Host] = {}
@@ -66,6 +67,20 @@ class AdaptiveSwarm(Swarm):
     def members(self, _: dict[str, Member]) -> None:
         """They are those of the hosts."""
 
+    @property
+    def processes(self) -> list[str]:
+        return list(self.hosts)
+
+    def replicas_of(self, name: str) -> list[Member]:
+        return self.hosts[name].members if name in self.hosts else []
+
+    def passing(self, who: str, facts: Mapping[str, Any]) -> Member | None:
+        lives = {each.links.incarnation: each for each in self.replicas_of(who)}
+        return lives.get(str(facts.get("life")))
+
+    def is_moving(self, name: str) -> bool:
+        return name in self.hosts and self.hosts[name].is_moving
+
     def stages(self) -> dict[str, list[int]]:
         """Which peer serves what."""
         return {name: sorted(host.stages) for name, host in self.hosts.items()}
@@ -83,14 +98,28 @@ class AdaptiveSwarm(Swarm):
         starts = []
         for number, stages in enumerate(self.peers):
             name = f"p{number}"
-            incarnation = self._begin_life(name)
-            begin = asyncio.get_running_loop().create_task
-            start = self._start_peer(name, incarnation, stages)
-            starts.append(self.contexts[name].run(begin, start))
+            starts.append(self.start_peer(name, stages, pinned=bool(stages)))
         await asyncio.gather(*starts)
 
-    async def _start_peer(self, name: str, incarnation: str, stages: Sequence[int]) -> None:
-        """A process comes up: it measures its device, then asks to serve."""
+    def start_peer(self, name: str, stages: Sequence[int], *, pinned: bool) -> asyncio.Task[None]:
+        """A process comes up. Done when it has begun to ask for `stages`, or for any."""
+        incarnation = self._begin_life(name)
+        begin = asyncio.get_running_loop().create_task
+        start = self._start_peer(name, incarnation, stages, pinned)
+        task = self.tasks[name] = self.contexts[name].run(begin, start)
+        return task
+
+    async def speed_of(self, name: str, reference: StageCompute) -> float:
+        """Of a process's device, as it measures it before it serves."""
+        return await device_speed(reference, "cpu")
+
+    def host_of(self, name: str, *arguments: Any) -> Host:
+        return Host(*arguments)
+
+    async def _start_peer(
+        self, name: str, incarnation: str, stages: Sequence[int], pinned: bool
+    ) -> None:
+        """It measures its device, then asks to serve."""
         transport = self.network.transport(name)
         front = Links(
             transport,
@@ -115,6 +144,7 @@ class AdaptiveSwarm(Swarm):
 
         def make(links: Links, stage: int | None) -> Member:
             chosen: list[Member] = []
+            life = links.incarnation
 
             def seconds_of(kind: Kind) -> float:
                 return cost_of(chosen[0].serves if chosen else None, kind)
@@ -123,16 +153,17 @@ class AdaptiveSwarm(Swarm):
                 links,
                 self.pipeline,
                 StageCompute(device, seconds_of),
-                ExactPolicy(reducer),
+                POLICIES[self.policy](reducer, self.gradients),
                 OPTIMIZER,
                 self.trainer_ids,
                 find_leader,
                 stage=stage,
                 slots=self.slots,
-                benchmark_s=1.0,
+                kept_bytes=self.kept_bytes,
+                benchmark_s=self.benchmark_s,
                 speed=speed,
-                pinned=bool(stages),
-                probe=lambda point, **facts: self.on_probe(name, point, facts),
+                pinned=pinned,
+                probe=lambda point, **facts: self.on_probe(name, point, {**facts, "life": life}),
                 say=lambda line: self.said.append(f"{name}: {line}"),
             )
             chosen.append(member)
@@ -144,8 +175,8 @@ class AdaptiveSwarm(Swarm):
             return f"{name}#{self.lives[name]}"
 
         reference = StageCompute(device, lambda kind: cost_of(None, kind))
-        speed = await device_speed(reference, "cpu")
-        host = self.hosts[name] = Host(make, front, reducer.lives, name_life)
+        speed = await self.speed_of(name, reference)
+        host = self.hosts[name] = self.host_of(name, make, front, reducer.lives, name_life)
         host.begin(stages or (None,))
         self.fronts[name] = front
         self.tasks[name] = asyncio.get_running_loop().create_task(host.run(), name=name)
@@ -153,6 +184,8 @@ class AdaptiveSwarm(Swarm):
     def kill(self, name: str) -> None:
         """What kill -9 does."""
         self.thaw(name)
+        if (leaving := self.leaving.pop(name, None)) is not None:
+            leaving.cancel()
         self.tasks.pop(name).cancel()
         host = self.hosts.pop(name)
         host.abort()

@@ -26,6 +26,8 @@ TOLD = {
     "failed": "microbatch failed",
     "epoch": "epoch opened",
     "bad_chunk": "bad chunk",
+    "moved": "moved",
+    "second": "second stage",
 }
 
 
@@ -37,18 +39,20 @@ class Chronicle:
         self.records: dict[str, str] = {}  # hash by that of the one before, whoever has it
         self.terms: dict[tuple[int, int], str] = {}
         self.told: Counter[str] = Counter()  # of TOLD
-        self._sent: Counter[tuple[str, int, int, int]] = Counter()  # calls from hop to hop
+        self._sent: Counter[tuple[str, Any, int, int]] = Counter()  # calls from hop to hop
         self._early = 0  # terms that were won while the leader before was well
 
     def passed(self, who: str, point: str, facts: dict[str, Any]) -> None:
         """Somebody passes a point of the protocol."""
         if point == "committed":
-            commits = self.swarm.members[who].commits if who in self.swarm.members else None
+            member = self.swarm.passing(who, facts)
+            commits = member.commits if member is not None else None
             self.note_record(commits.record if commits else None)
         elif point in TOLD:
             self.told[TOLD[point]] += 1
         elif point == "sent":
-            self._sent[who, self.swarm.lives[who], facts["step"], facts["index"]] += 1
+            life = facts.get("life", self.swarm.lives[who])
+            self._sent[who, life, facts["step"], facts["index"]] += 1
 
     def begins_to_lead(self, name: str, leader: Leader) -> None:
         for other, trainer in self.swarm.trainers.items():
@@ -88,21 +92,27 @@ class Chronicle:
 
     # ---- what a loss would cost -----------------------------------------------------------------
 
-    def stays(self, name: str) -> bool:
-        """Whether nothing is under way that takes its state away."""
+    def stays(self, name: str, replica: Member) -> bool:
+        """Whether nothing is under way that takes a process's states away."""
         failing = self.swarm.computes[name].failing[Kind.UPDATE]
-        return name not in self.swarm.leaving and not failing
+        return name not in self.swarm.leaving and not failing and not self.swarm.is_moving(name)
 
-    def stays_for_now(self, name: str) -> bool:
+    def stays_for_now(self, name: str, replica: Member) -> bool:
         """Wherever it wants to go: it has not been told that it may."""
-        return not self.swarm.members[name].finished.is_set()
+        return not replica.finished.is_set()
 
-    def can_lose(self, name: str, to: Callable[[str], bool] | None = None) -> bool:
-        """Whether others of the stage hold what it needs to go on; else only a checkpoint helps.
-        Others are those for whom `to` is true, `stays` by default."""
-        lost = self.swarm.members[name].server
+    def can_lose(self, name: str, to: Callable[[str, Member], bool] | None = None) -> bool:
+        """Whether others hold all that a process's stages need to go on; else only a checkpoint
+        helps. Others are those for whom `to` is true, `stays` by default."""
+        return all(self.can_spare(name, each, to) for each in self.swarm.replicas_of(name))
+
+    def can_spare(
+        self, name: str, replica: Member, to: Callable[[str, Member], bool] | None = None
+    ) -> bool:
+        """The same of one replica of a process."""
+        lost = replica.server
         if lost is None:
-            return True
+            return not self.swarm.is_alone(name, replica)
         disks = self.swarm.disks.values()
         votes = [vote for disk in disks for vote in (disk.durable, *disk.writing.values())]
         records = [vote.committed for vote in votes if vote.committed is not None]
@@ -118,8 +128,9 @@ class Chronicle:
         ]
         return any(
             _has_state(other, lost.stage, next_step, newest, pending)
-            for each, other in self.swarm.members.items()
-            if each != name and (to or self.stays)(each)
+            for each in self.swarm.processes
+            for other in self.swarm.replicas_of(each)
+            if each != name and (to or self.stays)(each, other)
         )
 
 

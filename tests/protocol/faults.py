@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from tests.protocol.simulated import Swarm
 
 LEADER = "leader"  # whichever trainer leads; the only one's name in a run with one trainer
+MOVER = "mover"  # the process that was ordered to move, or has moved, last
 DURATION_S = 20.0  # of a fault that has a duration and does not say which
 
 
@@ -50,17 +51,18 @@ class Fault:
 
 def can_strike(swarm: Swarm, fault: Fault, who: str) -> bool:
     if fault.action == "start":
-        return who not in swarm.members
+        return who not in swarm.processes
     if who in swarm.network.frozen and fault.action != "kill":
         return False
     if fault.action == "disk_full":
         return who in swarm.trainers
     if who in swarm.trainers:
         return fault.action not in ("raise", "nan", "leave", "cut_leader")
-    if who not in swarm.members:
+    replicas = swarm.replicas_of(who)
+    if not replicas:
         return False
     if fault.action == "nan":
-        return swarm.members[who].server is not None
+        return replicas[0].server is not None
     if fault.action in ("kill", "leave") or (fault.action == "raise" and _kind(fault) is UPDATE):
         survives = swarm.checkpoints is not None and fault.action != "leave"
         return who not in swarm.leaving and (survives or swarm.chronicle.can_lose(who))
@@ -103,7 +105,7 @@ def _raise(swarm: Swarm, fault: Fault, who: str) -> None:
 
 def _nan(swarm: Swarm, fault: Fault, who: str) -> None:
     """A kernel of its gives what is no number, once: which one follows from the point."""
-    member = swarm.members[who]
+    member = swarm.replicas_of(who)[0]
     assert member.server is not None
     if fault.point == "backward":
         spoil_gradients(member.server)
@@ -154,14 +156,14 @@ def _others(swarm: Swarm, fault: Fault, who: str) -> list[str]:
     """`other`, or everybody."""
     if fault.other is not None:
         return [swarm.name_of(fault.other)]
-    return [name for name in (*swarm.trainers, *swarm.members) if name != who]
+    return [name for name in (*swarm.trainers, *swarm.processes) if name != who]
 
 
 def _other(swarm: Swarm, fault: Fault, who: str) -> str | None:
     """Who stands at the other side of what happens between two."""
     if fault.other is not None:
         return swarm.name_of(fault.other)
-    others = [name for name in swarm.members if name != who]
+    others = [name for name in swarm.processes if name != who]
     return swarm.random.choice(others) if others else None
 
 
@@ -182,7 +184,7 @@ def _partition(swarm: Swarm, fault: Fault, who: str) -> None:
     """Silence between those of `side` and everybody else."""
     side = {swarm.name_of(name) for name in fault.side}
     for left in sorted(side):
-        for right in [*swarm.trainers, *swarm.members]:
+        for right in [*swarm.trainers, *swarm.processes]:
             if right not in side:
                 swarm.network.cut(left, right)
                 swarm.later(fault.duration_s or DURATION_S, swarm.network.heal, left, right)
@@ -205,7 +207,7 @@ def _lose(swarm: Swarm, fault: Fault, who: str) -> None:
 
 def _late(swarm: Swarm, fault: Fault, who: str) -> None:
     """Its streams are late, each by a time of its own."""
-    for other in [*swarm.trainers, *swarm.members]:
+    for other in [*swarm.trainers, *swarm.processes]:
         if other != who:
             swarm.network.delay(who, other, fault.late_s)
             swarm.later(fault.duration_s or DURATION_S, swarm.network.delay, who, other, 0.0)

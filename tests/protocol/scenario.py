@@ -8,14 +8,17 @@ itself, which runs the same wherever it is read.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from peer.snapshots import CHUNK
-from tests.protocol.faults import ACTIONS, LEADER, Fault
+from tests.protocol.faults import ACTIONS, LEADER, MOVER, Fault
+from tests.protocol.moving import MovingSwarm
 from tests.protocol.simulated import Swarm
 from tests.protocol.tiny import Place, TinyBatches, baseline, plan
 
@@ -25,10 +28,12 @@ REPLICA_POINTS = (
     *("average", "prepared", "commit", "committed"),
 )
 LEADER_POINTS = ("issue", "acknowledged", "failed", "expelled", "admitted", "record")
+MOVING_POINTS = ("move", "moved", "joined", "leaving", "admitted", "second")
 LIMIT_S = 1500.0  # of virtual time
 HEARTBEAT_S = 2.0  # as rarely as the silence allowed permits: half of all frames would be pings
 DISK_S = 0.002
 DELAYED_FROM = 1_000_000  # seeds from here on draw swarms that train with the delayed policy
+MOVING_FROM = 2_000_000  # and from here on those whose peers move, some with several stages
 MAX_DRAWS = 8
 
 
@@ -38,7 +43,12 @@ class NothingHappenedError(AssertionError):
 
 @dataclass(frozen=True)
 class Scenario:
-    """`replicas` per stage; `slow` gives replicas that are slower, by a factor."""
+    """`replicas` per stage; `slow` gives replicas that are slower, by a factor.
+
+    With `costs`, of a microbatch in each stage, peers are processes that move where they are needed
+    (`tests.protocol.moving`); `then` are the costs after the first commit. Who is `pinned` stays;
+    who is of `both` serves the next stage as well, and stays. `second_share` as of a `MovePolicy`.
+    """
 
     seed: int = 0
     replicas: tuple[int, ...] = (2, 2)
@@ -57,6 +67,11 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
     policy: str = "exact"
     twins_bps: float = 0.0  # of the links between replicas of a stage, if not as all
+    costs: tuple[float, ...] = ()
+    then: tuple[float, ...] = ()
+    pinned: tuple[str, ...] = ()
+    both: tuple[str, ...] = ()
+    second_share: float = 0.0
 
     @property
     def trainer_ids(self) -> tuple[str, ...]:
@@ -67,7 +82,17 @@ class Scenario:
         return [f"r{stage}.{i}" for stage, n in enumerate(self.replicas) for i in range(n)]
 
     def swarm(self) -> Swarm:
-        swarm = Swarm(
+        kind: Callable[..., Swarm] = Swarm
+        if self.costs:
+            kind = functools.partial(
+                MovingSwarm,
+                costs=self.costs,
+                then=self.then,
+                pinned=self.pinned,
+                both=self.both,
+                second_share=self.second_share,
+            )
+        swarm = kind(
             num_stages=len(self.replicas),
             replicas=self.replicas,
             seed=self.seed,
@@ -155,6 +180,8 @@ def _weights(text: str) -> dict[str, int]:
 def draw(seed: int, number: int = 0) -> Scenario:
     """The scenario of a seed. `number` > 0: another one, for a seed whose faults did not fire."""
     r = random.Random(f"{seed}/{number}")
+    if seed >= MOVING_FROM:
+        return _draw_moving(r, seed)
     several, saved = r.random() < 0.5, r.random() < 0.12
     counts = (1, 1, 2) if saved else (1, 2, 2, 2, 3, 4)
     replicas = tuple(r.choice(counts) for _ in range(r.choice((1, 2, 2, 3, 3, 4, 5))))
@@ -189,6 +216,61 @@ def draw(seed: int, number: int = 0) -> Scenario:
         twins_bps = r.choice((0.0, 20_000.0, 60_000.0, 200_000.0))  # so that averaging takes time
         return dataclasses.replace(scenario, twins_bps=twins_bps)
     return scenario
+
+
+def _draw_moving(r: random.Random, seed: int) -> Scenario:
+    """Stages of unlike cost, so that some have too many peers; then others are dear."""
+    several, saved, delayed = r.random() < 0.5, r.random() < 0.2, r.random() < 0.3
+    replicas = tuple(r.choice((1, 1, 1, 2, 2, 3)) for _ in range(r.choice((2, 2, 2, 3, 3, 4))))
+    if sum(replicas) < len(replicas) + 1:
+        replicas = (2, *replicas[1:])
+    costs = tuple(r.choice((1.0, 1.0, 2.0, 5.0)) for _ in replicas)
+    scenario = Scenario(
+        seed=seed,
+        replicas=replicas,
+        trainers=3 if several else 1,
+        microbatches=r.choice((2, 2, 4)),
+        steps=r.choice((3, 4, 5)),
+        checkpoints=r.choice((1, 2)) if saved else 0,
+        slots=r.choice((None, None, 1, 2)),
+        kept_bytes=r.choice((1 << 30, 1 << 30, 1 << 30, 400)),
+        latency_s=r.choice((0.0005, 0.002, 0.02)),
+        seconds=r.choice(((0.01, 0.02), (0.05, 0.1), (0.2, 0.4))),
+        leases=tuple(r.choice((0.5, 1.0, 5.0)) for _ in TRAINERS) if several else (),
+        chunk=r.choice((CHUNK, CHUNK, 32, 8)),
+        policy="delayed" if delayed else "exact",
+        costs=costs,
+        then=tuple(r.sample(costs, len(costs))),
+        second_share=r.choice((0.0, 0.0, 0.5, 1.0)),
+    )
+    names = scenario.names
+    pinned = tuple(name for name in names if r.random() < 0.1)
+    both = tuple(name for name in names if r.random() < 0.1)
+    slow = tuple((name, r.choice((3.0, 10.0))) for name in names if r.random() < 0.2)
+    faults: list[Fault] = []
+    for _ in range(r.randint(1, 5)):
+        of_trainers = r.random() < (0.4 if several else 0.2)
+        fault = _fault(r, scenario, names, len(faults), of_trainers=of_trainers)
+        if r.random() < 0.4:  # it strikes when somebody moves, often whoever does
+            fault = _of_moves(r, fault)
+        if fault.action != "nan" or all(each.action != "nan" for each in faults):
+            faults.append(fault)
+    return dataclasses.replace(scenario, pinned=pinned, both=both, slow=slow, faults=tuple(faults))
+
+
+def _of_moves(r: random.Random, fault: Fault) -> Fault:
+    victim, other = fault.victim, fault.other
+    if fault.action not in ("start", "disk_full") and (victim is None or r.random() < 0.6):
+        victim, other = MOVER, None if other is None else LEADER
+    return dataclasses.replace(
+        fault,
+        point=r.choice(MOVING_POINTS),
+        replica=None,
+        step=None,
+        at_s=None,
+        victim=victim,
+        other=other,
+    )
 
 
 def _fault(

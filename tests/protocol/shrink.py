@@ -31,6 +31,11 @@ MADE_PLAIN = (
     "chunk",
     "policy",
     "twins_bps",
+    "costs",
+    "then",
+    "pinned",
+    "both",
+    "second_share",
 )
 
 
@@ -129,8 +134,13 @@ def _without_stage(scenario: Scenario, stage: int) -> Scenario:
         return f"gone {name}" if number == stage else f"r{number - 1}{name[name.index('.') :]}"
 
     renamed = _renamed(replace(scenario, replicas=rest), moved)
+    for name in ("costs", "then"):
+        of_stages = getattr(scenario, name)
+        rest_of_them = of_stages[:stage] + of_stages[stage + 1 :]
+        renamed = replace(renamed, **{name: rest_of_them})
     gone = {each for fault in renamed.faults for each in _named(fault) if each.startswith("gone ")}
-    gone |= {name for name, _ in renamed.slow if name.startswith("gone ")}
+    others = (*(name for name, _ in renamed.slow), *renamed.pinned, *renamed.both)
+    gone |= {name for name in others if name.startswith("gone ")}
     faults = tuple(
         replace(fault, stage=fault.stage - 1)
         if fault.stage is not None and fault.stage > stage
@@ -158,6 +168,8 @@ def _renamed(scenario: Scenario, moved: Callable[[str], str]) -> Scenario:
     return replace(
         scenario,
         slow=tuple((moved(name), factor) for name, factor in scenario.slow),
+        pinned=tuple(moved(name) for name in scenario.pinned),
+        both=tuple(moved(name) for name in scenario.both),
         faults=tuple(
             replace(
                 fault,
@@ -182,4 +194,6 @@ def _without_names(scenario: Scenario, gone: set[str]) -> Scenario:
         if not _named(fault) & gone and (side or fault.action != "partition"):
             faults.append(fault)
     slow = tuple(each for each in scenario.slow if each[0] not in gone)
-    return replace(scenario, faults=tuple(faults), slow=slow)
+    pinned = tuple(name for name in scenario.pinned if name not in gone)
+    both = tuple(name for name in scenario.both if name not in gone)
+    return replace(scenario, faults=tuple(faults), slow=slow, pinned=pinned, both=both)

@@ -176,6 +176,27 @@ class Swarm:
     # ---- processes ------------------------------------------------------------------------------
 
     @property
+    def processes(self) -> list[str]:
+        """Those that serve, or come to."""
+        return list(self.members)
+
+    def replicas_of(self, name: str) -> list[Member]:
+        """What a process serves; nothing, if it is not there."""
+        return [self.members[name]] if name in self.members else []
+
+    def passing(self, who: str, facts: Mapping[str, Any]) -> Member | None:
+        """Which replica of a process passes a point of the protocol."""
+        return self.members.get(who)
+
+    def is_alone(self, name: str, replica: Member) -> bool:
+        """Whether a replica that has no state yet must not be lost: nobody else would come."""
+        return False
+
+    def is_moving(self, name: str) -> bool:
+        """Whether a process is about to give some of its replicas up."""
+        return False
+
+    @property
     def loop(self) -> VirtualTimeLoop:
         loop = asyncio.get_running_loop()
         assert isinstance(loop, VirtualTimeLoop)
@@ -381,8 +402,9 @@ class Swarm:
                 self.check_record(who, facts["step"])
             except AssertionError as error:
                 self.fail(error)  # raised here, it would be the process's to deal with
-        elif point == "committed" and self.checkpoints is not None and who in self.members:
-            complete = self.checkpoints.note(self.members[who])
+        elif point == "committed" and self.checkpoints is not None:
+            member = self.passing(who, facts)
+            complete = self.checkpoints.note(member) if member is not None else None
             if complete is not None and self.leader is not None:
                 self.leader.saved_step = complete
         self.chronicle.passed(who, point, facts)

@@ -309,3 +309,18 @@ def test_a_stage_that_has_lost_everybody_is_filled_from_the_others() -> None:
     assert count(told, "move") == 1
     assert count(told, "epoch") == 1
     assert len(swarm.settled) == 4
+
+
+def test_a_stage_that_is_empty_before_the_first_commit_is_filled_from_the_others() -> None:
+    """No state is lost yet, and no commit would ever come."""
+    peers = ((0,), (1,), (2,), (), (), ())
+    swarm = Restorable(plan=plan(MICROBATCHES, 4), peers=peers, seconds=(0.1, 0.2))
+    told = run(swarm, 4, issue=lambda swarm, facts: swarm.kill("p1") or swarm.kill(other(swarm)))
+    assert count(told, "move") == 1
+    assert count(told, "epoch") == 0
+
+
+def other(swarm: AdaptiveSwarm) -> str:
+    """Who came to stage 1 besides."""
+    (name,) = (name for name, stages in swarm.stages().items() if stages == [1])
+    return name

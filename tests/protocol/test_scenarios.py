@@ -14,11 +14,19 @@ import pytest
 
 from peer import snapshots
 from tests.protocol import scenarios
-from tests.protocol.faults import ACTIONS, Fault
-from tests.protocol.scenario import NothingHappenedError, Scenario, draw, run_seed
+from tests.protocol.faults import ACTIONS, LEADER, MOVER, Fault
+from tests.protocol.scenario import (
+    DELAYED_FROM,
+    MOVING_FROM,
+    MOVING_POINTS,
+    NothingHappenedError,
+    Scenario,
+    draw,
+    run_seed,
+)
 from tests.protocol.shrink import MADE_PLAIN, candidates, fails, shrink
 
-SEEDS, CHUNK = 520, 20
+SEEDS, MOVING, CHUNK = 520, 80, 20
 
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
@@ -34,6 +42,19 @@ def test_random_faults_leave_the_parameters_of_the_baseline(first: int) -> None:
     assert len(fired) >= 8, fired
     assert fired["kill"] >= 3, fired
     assert effects["repeated"], effects
+    assert effects["takeover"], effects
+
+
+@pytest.mark.parametrize("first", range(0, MOVING, CHUNK))
+def test_random_faults_while_peers_move_do_too(first: int) -> None:
+    """They go where they are needed at commits, and some serve several stages."""
+    effects: Counter[str] = Counter()
+    for seed in range(MOVING_FROM + first, MOVING_FROM + first + CHUNK):
+        _, swarm = run_seed(seed)
+        assert swarm.fired
+        effects.update(swarm.effects)
+    assert effects["moved"] >= CHUNK / 2, effects
+    assert effects["second stage"] >= 3, effects
     assert effects["takeover"], effects
 
 
@@ -59,11 +80,22 @@ def test_every_kind_of_fault_is_drawn_everywhere() -> None:
         assert {scenario.chunk for scenario in there} == {8, 32, snapshots.CHUNK}
 
 
+def test_movers_are_struck_in_every_way() -> None:
+    drawn = [draw(seed) for seed in range(MOVING_FROM, MOVING_FROM + 10 * MOVING)]
+    struck = {fault.action for each in drawn for fault in each.faults if fault.victim == MOVER}
+    assert struck == {*ACTIONS} - {"start", "disk_full"}
+    assert {fault.point for each in drawn for fault in each.faults} >= {*MOVING_POINTS}
+    for field in ("pinned", "both", "second_share", "checkpoints"):
+        assert {bool(getattr(each, field)) for each in drawn} == {False, True}
+    assert {each.policy for each in drawn} == {"exact", "delayed"}
+    assert {each.trainers for each in drawn} == {1, 3}
+
+
 def test_a_seed_replays_and_so_does_what_is_printed() -> None:
     def events(scenario: Scenario) -> str:
         return hashlib.sha256(repr(scenario.run().events).encode()).hexdigest()
 
-    for seed in (11, 12):
+    for seed in (11, 12, MOVING_FROM, MOVING_FROM + 1):
         scenario, swarm = run_seed(seed)
         again = Scenario.parse(str(scenario))
         assert again == scenario
@@ -71,7 +103,7 @@ def test_a_seed_replays_and_so_does_what_is_printed() -> None:
 
 
 def test_every_scenario_is_read_as_it_was_printed() -> None:
-    for seed in range(300):
+    for seed in (*range(300), *range(MOVING_FROM, MOVING_FROM + 100)):
         assert Scenario.parse(str(draw(seed))) == draw(seed)
     for text in ("", "[]", "{", '{"seeds": 1}', '{"faults": [{"point": "x", "action": "y"}]}'):
         with pytest.raises(ValueError, match="no "):
@@ -102,11 +134,17 @@ def size(scenario: Scenario) -> int:
 
 
 def test_what_is_shrunk_is_smaller_and_can_be_run() -> None:
-    for seed in range(40):
+    for seed in (
+        *range(40),
+        *range(DELAYED_FROM, DELAYED_FROM + 5),
+        *range(MOVING_FROM, MOVING_FROM + 40),
+    ):
         for candidate in candidates(draw(seed)):
             assert size(candidate) < size(draw(seed))
             assert Scenario.parse(str(candidate)) == candidate
-            names = {*candidate.names, *candidate.trainer_ids, "leader", None}
+            names = {*candidate.names, *candidate.trainer_ids, LEADER, MOVER, None}
+            assert {*candidate.pinned, *candidate.both} <= names
+            assert len(candidate.costs) in (0, len(candidate.replicas))
             for fault in candidate.faults:
                 new = {each.victim for each in candidate.faults if each.action == "start"}
                 assert {fault.replica, fault.victim, fault.other, *fault.side} <= names | new
