@@ -267,6 +267,7 @@ def run_locally(
     device: str,
     web: bool,
     resume: Path | None,
+    second_stages: float,
     plain: bool,
 ) -> None:
     """`swarm up`: a whole swarm on this machine."""
@@ -299,6 +300,7 @@ def run_locally(
                 device=device,
                 web=web,
                 resume=resume,
+                second_stages=second_stages,
                 server=server,
                 say=say,
             ),

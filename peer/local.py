@@ -50,7 +50,9 @@ class LocalSwarm(ProcessTable):
     `config` is stamped (`peer.launch.stamp`) with the identity in `identity_path`. The leader
     claims it, unless this process has `claimed` it for as long as the swarm lives. `peers` is
     {stage: replicas} or a sequence of (stage, threads or None); a stage of None is `auto`.
-    `resume` is a run directory or checkpoint to go on from. `server` is one that `warm_up` began.
+    `resume` is a run directory or checkpoint to go on from. `second_stages`: so large a share of
+    every stage's peers is to hold the next one too; all peers are the leader's to arrange then.
+    `server` is one that `warm_up` began.
     `say` gets a line when a process dies, `on_step` each step's line of the report.
     """
 
@@ -77,6 +79,7 @@ class LocalSwarm(ProcessTable):
         cache_dir: Path | None = None,
         web: bool = False,
         resume: Path | None = None,
+        second_stages: float = 0.0,
         server: ForkServer | None = None,
         say: Callable[[str], None] = print,
         on_step: Callable[[dict[str, Any]], None] = lambda step: None,
@@ -100,6 +103,7 @@ class LocalSwarm(ProcessTable):
         self._deadline_s, self._cache_dir, self._web = deadline_s, cache_dir, web
         self.url = ""  # of the dashboard
         self._resume = resume  # by the leader's first life only
+        self._second_stages = second_stages
         self._say, self._on_step = say, on_step
         self._linked = asyncio.Event()
         self._watching: asyncio.Task[None] | None = None
@@ -235,6 +239,7 @@ class LocalSwarm(ProcessTable):
             "deadline_s": self._deadline_s,
             "listen": list(listen),
             "cache_dir": None if self._cache_dir is None else str(self._cache_dir),
+            "second_stages": self._second_stages,
             "resume": None if self._resume is None else str(self._resume),
             "threads": 1,
         }
@@ -263,6 +268,7 @@ class LocalSwarm(ProcessTable):
             "join": self.link,
             "data_dir": str(process.data_dir),
             "stage": process.stage,
+            "may_move": self._second_stages > 0,
             "device": self._device,
             "threads": process.threads,
             "listen": self._listen,
@@ -317,8 +323,10 @@ class LocalSwarm(ProcessTable):
         if self._stopping or self._over.is_set() or code == 0 or process.expected_to_end:
             return
         peers = [each for name, each in self.processes.items() if name not in (LEADER, WEB)]
-        left = [each for each in peers if each.alive and each.stage in (process.stage, None)]
-        if not left and (process.error is not None or not any(each.alive for each in peers)):
+        fixed = process.stage is not None and not self._second_stages
+        alive = [each for each in peers if each.alive]
+        left = [each for each in alive if not fixed or each.stage in (process.stage, None)]
+        if not left and (process.error is not None or not alive):
             self._fatal = process.error or SwarmError(
                 f"no peer is left; the last, {process.name}, ended: {process.how_it_ended()}"
             )

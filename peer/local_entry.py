@@ -62,6 +62,7 @@ def leader(
         from peer.run_leader import LeaderProcess
         from swarm.config import parse_config
         from swarm.net.identity import claim_identity_file, load_identity
+        from swarm.placement import MovePolicy
 
         identify = load_identity if arguments["claimed"] else claim_identity_file
         process = (make or LeaderProcess)(
@@ -76,6 +77,7 @@ def leader(
             on_step=lambda result: tell({"step": step_line(result)}),
             cache_dir=_path(arguments["cache_dir"]),
             resume=_path(arguments["resume"]),
+            moves=MovePolicy(second_share=arguments["second_stages"]),
             say=lambda line: tell({"say": line}),
         )
         tell({"report": await process.run(listen=arguments["listen"])})
@@ -98,6 +100,7 @@ def peer(arguments: Mapping[str, Any], tell: Tell, make: type[PeerProcess] | Non
 
         options = PeerOptions(
             stages=() if arguments["stage"] is None else (arguments["stage"],),
+            may_move=arguments["may_move"],
             device=arguments["device"],
             threads=arguments["threads"],
             listen=arguments["listen"],

@@ -52,6 +52,7 @@ class PeerOptions:
     """The flags of `swarm-peer`: nothing here changes the numbers of the run."""
 
     stages: Sequence[int] = ()  # empty: the leader chooses one, and may move this peer
+    may_move: bool = False  # also where stages are named
     device: str = "auto"
     threads: int | None = None
     memory_mib: int | None = None
@@ -265,7 +266,7 @@ class PeerProcess:
                 benchmark_s=BENCHMARK_S,
                 speed=speed,
                 memory_bytes=free_bytes,
-                pinned=bool(self.options.stages),
+                pinned=bool(self.options.stages) and not self.options.may_move,
                 say=self.say,
             )
             shown = PeerObservations(member, activity, self.options.name)

@@ -23,6 +23,15 @@ Resume = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="Go on from this run's or checkpoint's saved state."),
 ]
+SecondStages = Annotated[
+    float,
+    typer.Option(
+        help="Share of each stage's peers to hold the next one too: helps when peers die, "
+        "costs memory and averaging.",
+        min=0.0,
+        max=1.0,
+    ),
+]
 Plain = Annotated[bool, typer.Option("--plain", help="One line a step instead of the live view.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug logs.")]
 Threads = Annotated[

@@ -25,6 +25,7 @@ from peer.cli.options import (
     Resume,
     RunDir,
     RunFile,
+    SecondStages,
     Steps,
     Threads,
     Version,
@@ -92,15 +93,7 @@ def train(
             "--accept-loss", help="Resume without the trainers that are gone: forks if they live."
         ),
     ] = False,
-    second_stages: Annotated[
-        float,
-        typer.Option(
-            help="Share of each stage's peers to hold the next one too: helps when peers die, "
-            "costs memory and averaging.",
-            min=0.0,
-            max=1.0,
-        ),
-    ] = 0.0,
+    second_stages: SecondStages = 0.0,
     plain: Plain = False,
     debug: Debug = False,
 ) -> None:
@@ -152,12 +145,14 @@ def up(
     device: Device = "auto",
     web: Annotated[bool, typer.Option("--web", help="Serve a page about it meanwhile.")] = False,
     resume: Resume = None,
+    second_stages: SecondStages = 0.0,
     plain: Plain = False,
     debug: Debug = False,
 ) -> None:
     """Run a whole swarm on this machine.
 
     The leader and each peer are processes of their own, with their own identities.
+    With --second-stages the leader may also move them.
     """
     with fail_in_one_line(debug):
         from peer.commands import run_locally
@@ -172,6 +167,7 @@ def up(
             device=device,
             web=web,
             resume=resume,
+            second_stages=second_stages,
             plain=plain,
         )
 

@@ -12,6 +12,7 @@ from peer.launch import stamp
 from peer.local import LEADER
 from peer.witness import audit
 from swarm.config import load_config
+from swarm.events import tail_events
 from swarm.net.identity import load_identity
 from tests.process.forks import Forks, toml
 from tests.process.slowed import SLOWER
@@ -79,6 +80,79 @@ def test_a_peer_moves_to_a_stage_that_has_lost_one(forks: Forks, tmp_path: Path)
     )
     assert books.clean, books
     assert report["sha256"] == baseline_sha256(config, report["steps"], tmp_path / "cache")
+
+
+def test_a_stage_whose_only_peer_is_killed_goes_on_with_those_who_hold_it_as_well(
+    forks: Forks, tmp_path: Path
+) -> None:
+    """Three peers of two stages, all told to hold the other one too. Whoever is alone in its own
+    stage is killed: nothing waits, nothing goes back, and the hash is the baseline's."""
+    identity = load_identity(tmp_path / "identity.key")
+    path = toml(tmp_path / "run.toml", steps=100_000, stages=2)
+    config = stamp(load_config(path), identity.peer_id, tmp_path / "cache")
+    swarm = Stoppable(
+        config,
+        tmp_path / "run",
+        peers={0: 2, 1: 1},
+        identity_path=identity.path,
+        threads=1,
+        device="cpu",
+        cache_dir=tmp_path / "cache",
+        second_stages=1.0,
+        server=forks.server,
+        say=lambda line: None,
+    )
+
+    def name_of(peer_id: str) -> str:
+        keys = {name: each.data_dir / "identity.key" for name, each in swarm.processes.items()}
+        return next(
+            name
+            for name, key in keys.items()
+            if name != LEADER and load_identity(key).peer_id == peer_id
+        )
+
+    async def main() -> Any:
+        try:
+            await swarm.start()
+            await swarm.until(
+                lambda: swarm.num_serving(0) == swarm.num_serving(1) == 3, "three to hold two"
+            )
+            own = {
+                event["replica"].partition("#")[0]: event["source"]
+                for event in swarm.events("second")
+            }
+            assert len(own) == 3
+            alone = [peer for peer in own if list(own.values()).count(own[peer]) == 1]
+            swarm.kill_peer(name_of(alone[0]))
+            await swarm.until_step(3)
+            swarm.enough()
+            return await swarm.wait()
+        finally:
+            await swarm.stop()
+
+    report = forks.run(main())
+    assert all("hold stage" in event["reason"] for event in swarm.events("second"))
+    assert not swarm.events("paused")
+    assert not swarm.events("epoch")
+    books = audit(
+        swarm.run_dir,
+        num_steps=report["steps"],
+        num_stages=2,
+        num_microbatches=MICROBATCHES,
+        extra_records=[],
+    )
+    assert books.clean, books
+    assert report["sha256"] == baseline_sha256(config, report["steps"], tmp_path / "cache")
+
+
+def test_up_has_its_peers_hold_second_stages(forks: Forks, tmp_path: Path) -> None:
+    path = toml(tmp_path / "run.toml", steps=8, stages=2, extra="[checkpoint]\nevery = 0\n")
+    up = forks.swarm(
+        "up", path, "--plain", "--threads", "1", "--dir", "run", "--second-stages", "1"
+    )
+    assert up.code() == 0, up
+    told = list(tail_events(tmp_path / "run" / "events.jsonl"))
+    assert {event["target"] for event in told if event["event"] == "second"} == {0, 1}
 
 
 class Slowed(Stoppable):

@@ -21,8 +21,8 @@ FLAGS = {
     "id": "--debug",
     "train": "RUN.toml --accept-loss --announce --debug --dir --identity --join --lan --listen "
     "--plain --report --resume --second-stages --steps",
-    "up": "RUN.toml --debug --device --dir --peers --plain --report --resume --steps --threads "
-    "--web",
+    "up": "RUN.toml --debug --device --dir --peers --plain --report --resume "
+    "--second-stages --steps --threads --web",
     "demo": "--debug --dir --minutes --plain",
     "chaos": "RUN.toml --debug --dir --every --minutes --peers --seed",
     "baseline": "RUN.toml --debug --device --report --resume --steps --threads",
