@@ -131,6 +131,19 @@ def test_the_view_fits_the_height(num_stages: int, each: int, height: int) -> No
         assert "more" in text
 
 
+def test_another_cut_is_named_where_it_would_gain() -> None:
+    placement = {
+        "stages": [4.0, 2.0], "best": 3.0, "plan": "", "moves": [],
+        "recut": {"cut": [2, 4], "gain": 0.5, "reason": "cut [2, 4] would gain 50%"},
+    }  # fmt: skip
+    text = text_of(a_status(2, placement=placement), 140)
+    assert "stage 1 is slowest: 2 microbatches/s" in text
+    assert "at most 3 with these peers" in text
+    assert "cut [2, 4] would gain 50%" in text
+    placement["recut"] |= {"gain": 0.0, "reason": "none is better"}  # type: ignore[operator]
+    assert "none is better" not in text_of(a_status(2, placement=placement), 140)
+
+
 def test_a_run_that_has_just_begun() -> None:
     status = a_status(
         state="waiting", loss=None, validation_loss=None, losses=[], tokens=0, tokens_per_s=0.0,

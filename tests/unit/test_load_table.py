@@ -1,0 +1,85 @@
+"""What a leader knows of stages and peers when it plans: measured, estimated, and on the way."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from peer.measure import StageFacts
+from peer.members import Member, Members, Offer, Standing
+from peer.rebalancing import RESERVED_S, Rebalancing
+from swarm.placement import LoadTable, PeerLoad
+from swarm.routing import Router
+from swarm.sim.virtual_time import run
+
+SHAPES = (1.0, 2.0, 3.0)  # of the stages: multiply-adds of a microbatch, in some unit
+
+
+def leader_of(*members: Member) -> Any:
+    """What `Rebalancing` asks a leader for."""
+    known = Members(len(SHAPES), {each.incarnation: each for each in members})
+    return SimpleNamespace(
+        members=known,
+        router=Router(),
+        pipeline=SimpleNamespace(num_stages=len(SHAPES), stage_cost=SHAPES.__getitem__),
+        plan=SimpleNamespace(optimizer=None, num_microbatches=8, steps_in_flight=1),
+        fixed_slots=None,
+    )
+
+
+def member(name: str, stage: int, standing: Standing = Standing.SERVING, **offer: Any) -> Member:
+    return Member(f"{name}#1", stage, (), standing, offer=Offer(**offer))
+
+
+def table_of(leader: Any) -> LoadTable:
+    async def drawn() -> LoadTable:
+        return Rebalancing(leader).table()
+
+    return run(drawn())
+
+
+def test_a_stage_never_served_costs_what_its_shape_says_beside_those_that_were() -> None:
+    """Ten rounds of the reference a second, five microbatches: a unit of shape costs two rounds.
+    So the stage of three units costs six, and a device of speed 12 would do two a second."""
+    leader = leader_of(member("a", 0, speed=10.0))
+    leader.router.add("a#1", 0)
+    leader.router.observe("a#1", 0.2)
+    table = table_of(leader)
+    assert [need.cost for need in table.stages] == pytest.approx([2.0, 4.0, 6.0])
+    assert table.rate(PeerLoad("new", speed=12.0), 2) == pytest.approx(2.0)
+
+
+def test_a_joiner_counts_with_its_own_benchmark_until_it_is_measured() -> None:
+    joiner = member("a", 1, speed=10.0)
+    joiner.facts = StageFacts(0.5, 1000, 1000)
+    leader = leader_of(joiner)
+    leader.router.add("a#1", 1)
+    assert table_of(leader).peers[0].rates == {1: 2.0}
+    leader.router.observe("a#1", 0.25)
+    assert table_of(leader).peers[0].rates == {1: 4.0}
+
+
+def test_who_is_on_its_way_counts_there_and_not_for_ever() -> None:
+    async def counted() -> list[int | None]:
+        coming = member("a", 2, Standing.JOINING, speed=1.0)
+        coming.joined_at = asyncio.get_running_loop().time()
+        books, found = Rebalancing(leader_of(coming)), []
+        for _ in range(2):
+            found.append(books.table().peers[0].arriving)
+            await asyncio.sleep(RESERVED_S)
+        return found
+
+    assert run(counted(), limit_s=3 * RESERVED_S) == [2, None]
+
+
+def test_two_replicas_of_a_device_are_one_peer_with_a_second_stage() -> None:
+    first, other = member("a", 0, speed=1.0), member("a", 1, speed=1.0, second=True)
+    other.incarnation = "a#2"
+    [peer] = table_of(leader_of(first, other)).peers
+    assert (peer.stages, peer.second, peer.fetching) == ((0,), 1, None)
+    other.standing = Standing.JOINING
+    [peer] = table_of(leader_of(first, other)).peers
+    assert (peer.stages, peer.second, peer.fetching) == ((0,), None, 1)
