@@ -143,7 +143,12 @@ class Rebalancing:
         present = [each for each in lives if each.standing is not Standing.JOINING]
         coming = [each for each in lives if each.standing is Standing.JOINING]
         replaced = {each.offer.replaces for each in present}
-        serving = [m for m in present if not m.leaving and m.incarnation not in replaced]
+        # A mover that is the last in the stage it leaves serves both until another comes.
+        serving = [
+            m
+            for m in present
+            if (not self.leader.members.may_go(m) if m.incarnation in replaced else not m.leaving)
+        ]
         arriving, until = known.target, known.until
         second = fetching = None
         if any(not each.offer.second for each in lives):

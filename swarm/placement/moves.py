@@ -8,7 +8,9 @@ moves whose gain over the movers' expected lifetime, less what is lost while the
 largest. A failed region is one plan with many moves. In a small swarm all assignments are tried as
 well (`small`), and taken if that brings more.
 
-What may never happen: a stage left to peers that do not serve it yet; a stage on a device it does
+What may never happen: a stage left to peers that do not serve it yet (the last one of a stage may
+only go if somebody comes and its memory holds both stages; it then serves the old one until the
+other has arrived, which the leader sees to); a stage on a device it does
 not fit; a move of a pinned peer, of one under way, of one that has said it goes; a second move
 within the hysteresis time, except to a stage that nobody serves, and then not back to the stage it
 left.

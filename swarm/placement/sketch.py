@@ -118,9 +118,14 @@ class Sketch:
     def download_s(self, at: int, stage: int) -> float:
         return float(self.bytes[stage] / self.link[at])
 
+    def holds_both(self, stage: int) -> NDArray[np.bool_]:
+        """Of every peer, whether it would keep serving its stage while it downloads this one."""
+        if not self.policy.keeps_serving:
+            return np.zeros(len(self.peers), dtype=bool)
+        return self.memory >= self.need[self.stage] + self.need[stage]
+
     def keeps(self, at: int, stage: int) -> bool:
-        both = self.need[self.stage[at]] + self.need[stage]
-        return bool(self.policy.keeps_serving and self.memory[at] >= both)
+        return bool(self.holds_both(stage)[at])
 
     def throughput(self) -> tuple[float, float]:
         """Settled, and while the movers download."""
@@ -158,11 +163,15 @@ class Sketch:
         return int(equal[np.lexsort((-self.life[equal], fetch_s, at, -left))[0]])
 
     def best_exchange(self, to: int) -> tuple[int, int] | None:
-        """Who of another stage should change places with whom of `to`."""
-        if self.staying[to] < 2:
+        """Who of another stage should change places with whom of `to`. Who is alone in its stage
+        may, if it keeps serving there until the other one does."""
+        if not self.staying[to]:
             return None
-        others = np.flatnonzero(self.may_go_to(to))
-        ours = np.flatnonzero((self.stage == to) & ~self.moved & ~self.resting)
+        free = ~self.moved & ~self.resting
+        others = (self.stage != to) & (self.second != to) & (self.memory >= self.need[to])
+        others &= (self.staying[self.stage] >= 2) | self.holds_both(to)
+        others = np.flatnonzero(others & free)
+        ours = np.flatnonzero((self.stage == to) & free)
         if not len(ours) or not len(others):
             return None
         here = self.rates_at(to)[others]
@@ -177,6 +186,9 @@ class Sketch:
         left = (self.settled[there] - self.own[others])[:, None] + rates
         gained = self.settled[to] + here[:, None] - self.own[ours][None, :]
         fits = self.memory[ours][None, :] >= self.need[there][:, None]
+        if self.staying[to] < 2:
+            both = self.need[to] + self.need[there]
+            fits &= self.policy.keeps_serving & (self.memory[ours][None, :] >= both[:, None])
         fits &= self.second[ours][None, :] != there[:, None]
         score = np.where(fits, np.minimum(left, gained), -math.inf)
         row, column = divmod(int(score.argmax()), len(ours))
@@ -213,7 +225,8 @@ class Sketch:
             why = f"stage {to} can use it ({before:.3g}/s)"
         self.settled[origin] -= self.own[at]
         self.settled[to] += rate
-        self.staying[origin] -= 1  # `to` gains a server only when it has arrived
+        # `to` gains a server only when it has arrived; the last of a stage stays for so long.
+        self.staying[origin] = max(1, self.staying[origin] - 1)
         self.moved[at] = True
         return Move(
             peer.peer,

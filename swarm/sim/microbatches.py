@@ -6,7 +6,8 @@ backward before forward; the leader keeps at most `slots` microbatches per repli
 stage under way, as the real one does. A replica that dies takes with it what it has counted in the
 step: the others of its stage compute that again, forward and backward, and nobody else does (the
 rest answer from what they keep). Who leaves with a notice, or moves, hands over what it counted.
-For some hundred peers; `fluid` is for more.
+A peer that holds a second stage is two replicas on one device, as in a real swarm, and the router
+gives its time away once. For some hundred peers; `fluid` is for more.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from swarm.sim.policies import Policy
 from swarm.sim.roster import Roster
 
 FORWARD_SHARE = 1 / 3  # of a microbatch's compute; the backward takes the rest
+SECOND = "#second"  # behind a peer's name: its replica of a second stage, on the same device
 _BACKWARD, _FORWARD = 0, 1
 Waiting = Generator[simpy.Event, Any, Any]
 
@@ -36,14 +38,18 @@ Waiting = Generator[simpy.Event, Any, Any]
 class Device:
     """One task at a time, backward first. `run` gives an event: True when done, False if it died.
 
-    `speed` in cost units per second; a task takes what it is when it begins.
+    `speed` in cost units per second; a task takes what it is when it begins. `share`: of its time,
+    what is left for microbatches.
     """
 
     def __init__(self, env: simpy.Environment, speed: float) -> None:
-        self.env, self.alive, self.speed = env, True, speed
+        self.env, self.alive, self.speed, self.share = env, True, speed, 1.0
         self._queue: list[tuple[int, int, float, simpy.Event]] = []
         self._order = count()
         self._current: simpy.Event | None = None
+
+    def takes_s(self, cost: float) -> float:
+        return cost / (self.speed * self.share)
 
     def run(self, kind: int, cost: float) -> simpy.Event:
         event = self.env.event()
@@ -70,7 +76,7 @@ class Device:
             return
         _, _, cost, event = heapq.heappop(self._queue)
         self._current = event
-        timer = self.env.timeout(cost / self.speed)
+        timer = self.env.timeout(self.takes_s(cost))
         timer.callbacks.append(lambda _: self._done(event))
 
     def _done(self, event: simpy.Event) -> None:
@@ -91,14 +97,17 @@ class _Swarm:
         seed: int,
         step: Step,
         lifetime_s: float,
+        second_cost: float,
+        divisible: bool,
     ) -> None:
         self.env = simpy.Environment()
         self.needs, self.policy, self.step = needs, policy, step
         self.router = Router(seed)
-        self.roster = Roster(needs, lifetime_s)
+        self.roster = Roster(needs, lifetime_s, second_cost)
         self.outcome = Outcome(policy.name, seed, seconds)
         costs = [need.cost for need in needs]
-        self.alive, self.able = Reach(costs), Reach(costs)
+        self.alive = Reach(costs, divisible=divisible)
+        self.able = Reach(costs, divisible=divisible)
         self.least_bytes = min(need.download_bytes for need in needs)
         self.devices: dict[str, Device] = {}
         self.has_been_able: set[str] = set()
@@ -177,7 +186,7 @@ class _Swarm:
             self.has_been_able.remove(life.peer)
             self.able.remove(device.speed)
         self.roster.remove(life.peer)
-        self.router.remove(life.peer)
+        self._retire(life.peer)
         lost = self.counted.pop(life.peer)
         device.die()
         if not life.notice_s:
@@ -191,13 +200,26 @@ class _Swarm:
     def _arrive(self, name: str, arrives_s: float) -> Waiting:
         yield self.env.timeout(max(0.0, arrives_s - self.env.now))
         self._account()
-        if self.roster.arrive(name, self.env.now):
-            self._serve(name, self.roster.peers[name].stages[0])
+        for each in self.roster.arrive(name, self.env.now):
+            self._serve(each, self.roster.peers[each].stages[0])
 
-    def _serve(self, name: str, stage: int) -> None:
-        peer = self.roster.peers[name]
-        self.router.add(name, stage, 1.0 / self.roster.rate(peer, stage))
+    def _hold(self, name: str, holds_s: float) -> Waiting:
+        yield self.env.timeout(max(0.0, holds_s - self.env.now))
+        self._account()
+        if (stage := self.roster.hold_second(name, self.env.now)) is not None:
+            self.devices[name].share = 1.0 - self.roster.second_cost
+            self._serve(name + SECOND, stage)
+
+    def _serve(self, replica: str, stage: int) -> None:
+        peer = self.roster.peers[_peer_of(replica)]
+        self.router.add(replica, stage, 1.0 / self.roster.rate(peer, stage))
         self._tell()
+
+    def _retire(self, name: str, *, second_only: bool = False) -> None:
+        """The router gives it no more; what it has it still does."""
+        self.router.remove(name + SECOND)
+        if not second_only:
+            self.router.remove(name)
 
     def tick(self) -> Waiting:
         assert self.policy.every_s is not None
@@ -207,12 +229,16 @@ class _Swarm:
             for move in self.policy.moves(self.roster, self.env.now):
                 self.outcome.moves += 1
                 arrives_s = self.roster.begin(move, self.env.now)
+                self._retire(move.peer, second_only=move.keeps_serving)
+                self.devices[move.peer].share = 1.0
                 if arrives_s <= self.env.now:
                     self._serve(move.peer, move.to_stage)
                     continue
-                if not move.keeps_serving:
-                    self.router.remove(move.peer)
                 self.env.process(self._arrive(move.peer, arrives_s))
+            for second in self.policy.seconds(self.roster):
+                self.outcome.seconds_fetched += 1
+                holds_s = self.roster.begin_second(second, self.env.now)
+                self.env.process(self._hold(second.peer, holds_s))
 
     # ---- work ---------------------------------------------------------------------------------
 
@@ -234,7 +260,10 @@ class _Swarm:
                         break
                     issued += 1
                     self.under_way += 1
-                    self.env.process(self._microbatch([each.replica for each in route]))
+                    replicas = [choice.replica for choice in route]
+                    for replica in replicas:
+                        self.router.started(replica)
+                    self.env.process(self._microbatch(replicas))
                 self.news = self.env.event()
                 yield self.news
             if self.step.averaging_s:
@@ -246,8 +275,6 @@ class _Swarm:
 
     def _microbatch(self, route: list[str]) -> Waiting:
         stages = range(len(self.needs))
-        for replica in route:
-            self.router.started(replica)
         for stage in stages:
             if stage and self.step.hop_s:
                 yield self.env.timeout(self.step.hop_s)
@@ -276,7 +303,7 @@ class _Swarm:
         """One forward or backward, by another replica if the one of the route has died."""
         cost = self.needs[stage].cost
         while True:
-            device = self.devices.get(route[stage])
+            device = self.devices.get(_peer_of(route[stage]))
             if device is not None:
                 share = FORWARD_SHARE if kind == _FORWARD else 1 - FORWARD_SHARE
                 if (yield device.run(kind, share * cost)):
@@ -289,13 +316,13 @@ class _Swarm:
             route[stage] = choice.replica
             self.router.started(choice.replica)
             if kind == _BACKWARD:  # the new one has no forward of it
-                again = self.devices[choice.replica].run(_FORWARD, FORWARD_SHARE * cost)
+                again = self.devices[_peer_of(choice.replica)].run(_FORWARD, FORWARD_SHARE * cost)
                 if not (yield again):
                     continue
         if kind == _BACKWARD:
-            name = route[stage]
-            self.counted[name][stage] += 1
-            self.router.observe(name, cost / device.speed)
+            replica = route[stage]
+            self.counted[_peer_of(replica)][stage] += 1
+            self.router.observe(replica, device.takes_s(cost))
 
     def _account(self) -> None:
         """Book the time since the last change."""
@@ -310,6 +337,10 @@ class _Swarm:
             self.last_s = now
 
 
+def _peer_of(replica: str) -> str:
+    return replica.removesuffix(SECOND)
+
+
 def simulate(
     needs: tuple[StageNeed, ...],
     lives: Sequence[Life],
@@ -319,12 +350,23 @@ def simulate(
     seed: int = 0,
     step: Step = Step(64),  # noqa: B008 (immutable)
     lifetime_s: float = math.inf,
+    second_cost: float = 0.0,
+    divisible: bool = False,
 ) -> Outcome:
     """One run of `seconds`, microbatch by microbatch. As `fluid.simulate`, but for steps of at
     least one microbatch. Raises ValueError for more than 500 lives."""
     if len(lives) > EXACT_PEERS or step.microbatches < 1:
         raise ValueError(f"for at most {EXACT_PEERS} peers and steps of at least one microbatch")
-    swarm = _Swarm(needs, policy, seconds=seconds, seed=seed, step=step, lifetime_s=lifetime_s)
+    swarm = _Swarm(
+        needs,
+        policy,
+        seconds=seconds,
+        seed=seed,
+        step=step,
+        lifetime_s=lifetime_s,
+        second_cost=second_cost,
+        divisible=divisible,
+    )
     for life in lives:
         swarm.env.process(swarm.live(life))
     swarm.env.process(swarm.lead())

@@ -7,7 +7,7 @@ as they change, in O(1) an event, and hands the planner the same `LoadTable` a l
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from swarm.placement import LoadTable, Move, PeerLoad, Second, StageNeed, chain_throughput
@@ -41,6 +41,7 @@ class Roster:
         self._flow: float | None = 0.0
         self.expected = [0] * stages
         self.changes = 0
+        self._waiting: set[str] = set()  # they have downloaded, and are the last in their stage
         self.homeless = 0  # joiners that fitted no stage
         self._bare = LoadTable(needs)
 
@@ -107,13 +108,31 @@ class Roster:
             )
         return now_s + move.download_s
 
-    def arrive(self, name: str, now_s: float) -> bool:
-        """Its download should be done; False if it has gone, or that was another download."""
+    def arrive(self, name: str, now_s: float) -> list[str]:
+        """Its download should be done. Who serves another stage from now on: it, and who waited for
+        it, or nobody where it has gone, that was another download, or its own stage has nobody else
+        yet. (A real peer serves both stages while it waits.)"""
         peer = self.peers.get(name)
         if peer is None or peer.arriving is None or peer.arrives_s > now_s:
+            return []
+        self._waiting = {each for each in self._waiting if each in self.peers} | {name}
+        going = {each: self.peers[each] for each in sorted(self._waiting)}
+        while last := next((p for p in going.values() if self._empties(p, going.values())), None):
+            del going[last.peer]
+        for peer in going.values():
+            assert peer.arriving is not None
+            self._put(replace(peer, stages=(peer.arriving,), arriving=None))
+        self._waiting -= set(going)
+        return list(going)
+
+    def _empties(self, peer: PeerLoad, going: Collection[PeerLoad]) -> bool:
+        """Whether its stage would have nobody once all these have gone to theirs."""
+        if not peer.stages:
             return False
-        self._put(replace(peer, stages=(peer.arriving,), arriving=None))
-        return True
+        [stage] = peer.stages
+        leave = sum(each.stages == (stage,) for each in going)
+        come = sum(each.arriving == stage for each in going)
+        return self.serving[stage] - leave + come < 1
 
     def begin_second(self, order: Second, now_s: float) -> float:
         """It begins to fetch a second stage; returns when it will hold it."""
@@ -122,11 +141,13 @@ class Roster:
         self._put(replace(peer, fetching=order.stage, arrives_s=now_s + download_s))
         return now_s + download_s
 
-    def hold_second(self, name: str, now_s: float) -> None:
-        """Its second stage should be there, unless it has gone or moves."""
+    def hold_second(self, name: str, now_s: float) -> int | None:
+        """Its second stage should be there: which; None if it has gone or moves."""
         peer = self.peers.get(name)
-        if peer is not None and peer.fetching is not None and peer.arrives_s <= now_s:
-            self._put(replace(peer, second=peer.fetching, fetching=None))
+        if peer is None or peer.fetching is None or peer.arrives_s > now_s:
+            return None
+        self._put(replace(peer, second=peer.fetching, fetching=None))
+        return peer.fetching
 
     def give_notice(self, name: str, leaves_s: float) -> None:
         peer = self.peers.get(name)

@@ -218,8 +218,6 @@ class Scenario(_Section):
     def _consistent(self) -> Self:
         if self.resolution == "microbatch" and not self.step.microbatches:
             raise ValueError('resolution = "microbatch" needs step.microbatches')
-        if self.resolution == "microbatch" and self.divisible:
-            raise ValueError('second stages are simulated with resolution = "fluid" only')
         names = [each.build(0).name for each in self.policies]
         if len(set(names)) < len(names):
             raise ValueError("two policies are the same but for parameters that are not shown")

@@ -87,10 +87,79 @@ def test_peers_move_to_the_dear_stage_and_nothing_is_replayed() -> None:
     assert sorted(stage for [stage] in swarm.settled.values()) == [0, 1, 2, 2, 2, 2]
 
 
+@pytest.mark.parametrize(
+    ("peers", "slower"), [(2, {"p0": 3.0}), (3, {"p1": 2.0, "p2": 3.0})], ids=["two", "three"]
+)
+def test_those_that_are_alone_in_their_stages_change_places(
+    peers: int, slower: dict[str, float]
+) -> None:
+    """A slow one has the dear stage. Each goes on serving its own until the other has come."""
+    swarm = AdaptiveSwarm(
+        plan=plan(MICROBATCHES, 10),
+        num_stages=peers,
+        peers=((),) * peers,
+        costs=(4.0, 2.0, 1.0)[:peers],
+        speed=slower,
+    )
+    told = run(swarm, 10)
+    assert count(told, "move") == count(told, "moved") >= 2
+    assert not {point for point, _ in told} & {"expelled", "failed", "paused", "epoch"}
+
+
 def test_the_slow_peer_is_not_left_alone_in_a_stage() -> None:
     """One of six is five times slower."""
     swarm = AdaptiveSwarm(plan=plan(MICROBATCHES, 6), costs=(1.0, 2.0, 3.0), speed={"p0": 5.0})
     run(swarm, 6)
+
+
+def test_what_is_measured_is_a_replicas_own_compute_alone() -> None:
+    """Neither the queues before the dear stage, nor the time that lies downstream."""
+    swarm = AdaptiveSwarm(
+        plan=plan(30, 2), peers=((0,), (1,), (2,), (2,)), costs=(1.0, 2.0, 9.0), speed={"p2": 2.0}
+    )
+    measured: dict[str, float | None] = {}
+    estimated: dict[str, float | None] = {}
+    probe = swarm.on_probe
+
+    def on_probe(who: str, point: str, facts: dict[str, Any]) -> None:
+        probe(who, point, facts)
+        if point == "admitted" and swarm.leader is not None:
+            new = swarm.leader.members.get(facts["replica"])
+            assert new is not None
+            estimated.setdefault(peer_of(new.incarnation), swarm.leader.rebalancing.rate(new))
+
+    def at_end() -> None:
+        assert swarm.leader is not None
+        for name, member in swarm.members.items():
+            measured[name] = swarm.leader.router.measured_s(member.links.incarnation)
+
+    swarm.on_probe, swarm.at_end = on_probe, at_end  # type: ignore[method-assign]
+    assert swarm.run(2)["sha256"] == baseline(2, 30)[0]
+    unit = sum(swarm.seconds)
+    own = {"p0": unit, "p1": 2 * unit, "p2": 18 * unit, "p3": 9 * unit}
+    assert measured == pytest.approx(own)
+    # Before the first microbatch: what each found out about the stage it was to take.
+    assert estimated == pytest.approx({name: 1 / seconds for name, seconds in own.items()})
+
+
+def test_status_says_what_another_cut_would_gain() -> None:
+    """Two peers alike, each given its stage; the layers of the second one cost three times as much
+    as those of the first."""
+    swarm = AdaptiveSwarm(
+        plan=plan(MICROBATCHES, 2), num_stages=2, peers=((0,), (1,)), costs=(1.0, 3.0)
+    )
+    said: list[dict[str, Any]] = []
+
+    def at_end() -> None:
+        assert swarm.leader is not None
+        said.append(swarm.leader.rebalancing.as_dict())
+
+    swarm.at_end = at_end
+    swarm.run(2)
+    slowest, best = min(said[0]["stages"]), said[0]["best"]
+    assert said[0]["recut"]["gain"] > 0.2
+    assert said[0]["recut"]["cut"][0] > swarm.pipeline.cut[0]
+    assert slowest <= best
 
 
 def kill(swarm: AdaptiveSwarm, facts: Mapping[str, Any]) -> None:

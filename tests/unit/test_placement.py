@@ -186,6 +186,49 @@ def test_two_change_places_where_no_single_move_helps() -> None:
     assert plan.after == 2.5
 
 
+def alone(*speeds: float, costs: tuple[float, ...], memory_bytes: int | None = None) -> LoadTable:
+    """One peer in each stage: peer s in stage s."""
+    peers = tuple(
+        PeerLoad(f"p{stage}", (stage,), speed=speed, memory_bytes=memory_bytes)
+        for stage, speed in enumerate(speeds)
+    )
+    return LoadTable(tuple(StageNeed(cost, memory_bytes=GIB) for cost in costs), peers)
+
+
+@pytest.mark.parametrize("more", [0, 8], ids=["small", "large"])
+def test_two_that_are_alone_change_places_if_each_can_stay_until_the_other_has_come(
+    more: int,
+) -> None:
+    """Tried one after the other, and in a swarm too large for that (`more` pairs in balance)."""
+    costs = (1.0, 3.0) + (2.0,) * more
+    speeds = (3.0, 1.0) + (2.0,) * more
+    plan = plan_moves(alone(*speeds, costs=costs, memory_bytes=2 * GIB), 0.0)
+    assert {(m.peer, m.to_stage, m.keeps_serving) for m in plan.moves} == {
+        ("p0", 1, True), ("p1", 0, True),
+    }  # fmt: skip
+    assert (plan.before, plan.after, plan.during) == pytest.approx((1 / 3, 1.0, 1 / 3))
+    assert plan_moves(alone(*speeds, costs=costs, memory_bytes=GIB), 0.0).moves == ()
+    policy = MovePolicy(keeps_serving=False)
+    assert plan_moves(alone(*speeds, costs=costs), 0.0, policy).moves == ()
+
+
+def test_three_that_are_alone_go_round() -> None:
+    plan = plan_moves(alone(2.0, 3.0, 1.0, costs=(1.0, 2.0, 3.0)), 0.0)
+    assert {(m.peer, m.to_stage) for m in plan.moves} == {("p0", 1), ("p1", 2), ("p2", 0)}
+    assert plan.after == pytest.approx(1.0)
+
+
+def test_swarms_of_one_replica_a_stage_end_at_the_best_assignment() -> None:
+    draw = random.Random("alone")
+    for _ in range(100):
+        stages = draw.randint(2, 4)
+        costs = tuple(draw.choice([1.0, 1.5, 2.0, 3.0]) for _ in range(stages))
+        speeds = tuple(draw.choice([0.5, 1.0, 1.5, 3.0]) for _ in range(stages))
+        reached = min(settle(alone(*speeds, costs=costs)))
+        # What gains less than `min_gain` is left.
+        assert reached >= 0.98 * best_by_trying(list(costs), list(speeds))
+
+
 def best_by_trying(costs: list[float], speeds: list[float]) -> float:
     best = 0.0
     for stages in itertools.product(range(len(costs)), repeat=len(speeds)):

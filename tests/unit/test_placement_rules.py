@@ -95,11 +95,14 @@ class Swarm:
                 moved_s=self.now_s,
                 left_stage=move.from_stage,
             )
-        leavers: dict[int, int] = {}
-        for move in plan.moves:
-            leavers[move.from_stage] = leavers.get(move.from_stage, 0) + 1
-        for stage, count in leavers.items():
-            assert before[stage] - count >= 1, "a plan emptied a stage"
+        for stage in {move.from_stage for move in plan.moves}:
+            leavers = [move for move in plan.moves if move.from_stage == stage]
+            if before[stage] > len(leavers):
+                continue
+            # All go: then somebody comes, and one of them serves here until then.
+            assert any(move.to_stage == stage for move in plan.moves), "a plan emptied a stage"
+            assert any(move.keeps_serving for move in leavers), "a plan emptied a stage"
+        assert all(now for now, was in zip(self.table.replicas(), before, strict=True) if was)
         self.moves += len(plan.moves)
         if plan.moves:
             assert plan.reason
@@ -111,7 +114,12 @@ class Swarm:
             if peer.leaves_s <= self.now_s:
                 del self.peers[name]
             elif peer.arriving is not None and peer.arrives_s <= self.now_s:
-                self.peers[name] = replace(peer, stages=(peer.arriving,), arriving=None)
+                stages = (peer.arriving, *peer.stages)
+                self.peers[name] = replace(peer, stages=stages, arriving=None)
+        for name, peer in list(self.peers.items()):
+            for old in peer.stages[1:]:  # the leader lets it go there once another serves
+                if self.table.replicas()[old] > 1:
+                    self.peers[name] = replace(peer, stages=peer.stages[:1])
 
 
 @settings(deadline=None, max_examples=300, derandomize=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import random
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -39,6 +41,10 @@ def churning(notice_s: float, lifetime_s: float = 1200.0) -> list[Life]:
     ]
 
 
+def holding_two(share: float) -> Planner:
+    return Planner(30.0, MovePolicy(second_share=share))
+
+
 COMMON = {
     "equal": (needs(3), constant(*[1.0] * 12), Nothing(), 900.0),
     "one to spare": (needs(3), constant(*[1.0] * 13), Nothing(), 900.0),
@@ -46,16 +52,22 @@ COMMON = {
     "planner moves": (needs(3, 60), churning(60.0), Planner(30.0), 1800.0),
     "deaths without notice": (needs(3, 60), churning(0.0, 3600.0), Planner(30.0), 1800.0),
     "the paper's rule": (needs(3, 60), churning(60.0), PaperRule(60.0), 1800.0),
+    "all hold two": (needs(3, 60), churning(60.0), holding_two(1.0), 1800.0),
+    "all hold two, one to spare": (needs(3), constant(*[1.0] * 13), holding_two(1.0), 900.0),
+    "all hold two, deaths": (needs(3, 60), churning(0.0, 3600.0), holding_two(1.0), 1800.0),
 }
 
 
 @pytest.mark.parametrize("name", COMMON)
 def test_both_resolutions_agree_within_three_percent(name: str) -> None:
     stages, lives, policy, seconds = COMMON[name]
-    coarse = fluid.simulate(stages, lives, policy, seconds=seconds, step=STEP)
-    again = type(policy)(policy.every_s) if policy.every_s else Nothing()
-    fine = microbatches.simulate(stages, lives, again, seconds=seconds, step=STEP)
+    same: dict[str, Any] = {"seconds": seconds, "step": STEP}
+    if policy.name.endswith("hold two"):  # with as many slots as a real swarm of three stages
+        same |= {"second_cost": 0.05, "divisible": True, "step": STEP._replace(slots=8)}
+    coarse = fluid.simulate(stages, lives, copy.deepcopy(policy), **same)
+    fine = microbatches.simulate(stages, lives, copy.deepcopy(policy), **same)
     assert fine.work == pytest.approx(coarse.work, rel=0.03)
+    assert (fine.seconds_fetched > 0) is (coarse.seconds_fetched > 0) is ("divisible" in same)
     assert (fine.joins, fine.leaves) == (coarse.joins, coarse.leaves)
     assert fine.optimum_work == pytest.approx(coarse.optimum_work, rel=0.01)
 
@@ -232,14 +244,18 @@ def test_mistakes_in_a_scenario_are_named(tmp_path: Path, old: str, new: str, me
         read_scenario(file)
 
 
-def test_second_stages_are_for_the_fluid_only(tmp_path: Path) -> None:
-    file = tmp_path / "small.toml"
-    file.write_text(SMALL + "second_share = 0.5\n")
+@pytest.mark.parametrize("resolution", ["fluid", "microbatch"])
+def test_a_scenario_with_second_stages_runs_in_both_resolutions(
+    tmp_path: Path, resolution: str
+) -> None:
+    file, out = tmp_path / "small.toml", tmp_path / "out"
+    step = f'resolution = "{resolution}"\nstep = {{ microbatches = 64 }}\nhours = 0.1'
+    file.write_text(SMALL.replace("hours = 0.5", step) + "second_share = 0.5\n")
     assert read_scenario(file).divisible
-    fine = 'seeds = 2\nresolution = "microbatch"\nstep = { microbatches = 8 }'
-    file.write_text(file.read_text().replace("seeds = 2", fine))
-    with pytest.raises(ConfigError, match="second stages are simulated with"):
-        read_scenario(file)
+    simulate(file, out, seeds=1, say=lambda line: None)
+    holding = json.loads((out / "summary.json").read_text())["policies"]["planner, 50% hold two"]
+    assert holding["second_stages"] > 0
+    assert holding["relative"]["mean"] > 0.5
 
 
 def test_the_frozen_scenario_is_read() -> None:
