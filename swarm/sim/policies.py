@@ -68,12 +68,21 @@ class PaperRule(Nothing):
     Two liberties make the rule stronger than its letter: it counts those under way to a stage, so
     it does not send one peer after another to the same gap while the first still downloads; and it
     leaves a peer where it is when the stage it would leave became as slow as the one it would help.
+    `keeps_serving` is a third: as in `MovePolicy`.
     """
 
-    def __init__(self, every_s: float, joiners: Joiners = "slowest", seed: int = 0) -> None:
+    def __init__(
+        self,
+        every_s: float,
+        joiners: Joiners = "slowest",
+        seed: int = 0,
+        *,
+        keeps_serving: bool = False,
+    ) -> None:
         super().__init__(joiners, seed)
         self.name = f"paper, T={every_s:g} s"
         self.every_s = every_s
+        self.keeps_serving = keeps_serving
 
     def moves(self, roster: Roster, now_s: float) -> Sequence[Move]:
         stages = range(len(roster.needs))
@@ -97,7 +106,7 @@ class PaperRule(Nothing):
                 origin,
                 to,
                 roster.bare.download_s(peer, to),
-                False,
+                self.keeps_serving and roster.bare.fits(peer, origin, to),
                 f"stage {to} is the most loaded, {origin} the least",
             ),
         )
