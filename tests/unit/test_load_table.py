@@ -83,3 +83,14 @@ def test_two_replicas_of_a_device_are_one_peer_with_a_second_stage() -> None:
     other.standing = Standing.JOINING
     [peer] = table_of(leader_of(first, other)).peers
     assert (peer.stages, peer.second, peer.fetching) == ((0,), None, 1)
+
+
+def test_a_mover_that_is_the_last_of_its_old_stage_stays_and_counts_in_both() -> None:
+    old, new = member("a", 0), member("a", 1, replaces="a#1")
+    old.leaving, new.incarnation = True, "a#2"
+    alone = leader_of(old, new, member("b", 1))
+    assert not alone.members.may_go(old)
+    assert sorted(table_of(alone).peers[0].stages) == [0, 1]
+    relieved = leader_of(old, new, member("b", 1), member("c", 0))
+    assert relieved.members.may_go(old)
+    assert table_of(relieved).peers[0].stages == (1,)
