@@ -62,12 +62,13 @@ class Microbatches:
         """Draw the batches of step `number`. `before` take part in an older one under way."""
         leader = self.leader
         self.adopting = leader.adopting
+        members = leader.record.members.values() if leader.record is not None else ()
+        self._expected = {name for names in members for name in names}
         if before:
-            self._expected = set(before)
+            # Whoever else has counted some of it may not have been needed for that step.
+            self._expected |= set(before)
             self.adopt_until = asyncio.get_running_loop().time() + ADOPT_S
-        elif leader.record is not None:
-            self._expected = {name for names in leader.record.members.values() for name in names}
-        else:
+        elif not self._expected:
             self._expected = {"whoever served before the first commit"}
         batches = [leader.batches.batch(number, i) for i in range(leader.plan.num_microbatches)]
         self.weights = [leader.pipeline.weight(batch) for batch in batches]

@@ -81,6 +81,14 @@ class Orders:
             raise CallFailedError("refused", what, stale=True)
         if term > seen:
             self._stop_round()
+            self._drop_uncounted(self.server.ledger.step)
+
+    def _drop_uncounted(self, step: int) -> None:
+        """Of `step` and later ones: it belongs to a term that is over, and holds slots."""
+        for part in self.server.parts:
+            if part.ledger.step >= step:
+                for index in part.ledger.keep_counted():
+                    self.server.drop(part, index)
 
     # ---- within a step --------------------------------------------------------------------------
 
@@ -124,16 +132,12 @@ class Orders:
     async def _inspect(self, channel: Channel, message: Message) -> Message:
         """What a new leader asks first: where this replica stands, and what it has counted.
 
-        Work that is not counted is dropped, also of later steps: it holds slots, and belongs to a
-        term that is over.
+        Work that is not counted is dropped, also of later steps.
         """
         self._heed(channel, Term.read(message.body.get("term")))
         part = self.server.part_of(count(message.body.get("step", self.server.ledger.step)))
         ledger = part.ledger
-        for each in self.server.parts:
-            if each.ledger.step >= ledger.step:
-                for index in each.ledger.keep_counted():
-                    self.server.drop(each, index)
+        self._drop_uncounted(ledger.step)
         counted = ledger.counted | ledger.uncertain
         losses = {
             str(index): work.loss
