@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import statistics
 import sys
 import time
 from dataclasses import dataclass
@@ -63,7 +64,7 @@ SETTINGS = {
         Setting("int4", HIDDEN, "int4", "int8"),
         *(
             Setting(f"subspace-{k} {codec}", k, codec, "int8")
-            for k in (64, 32, 16)
+            for k in (64, 32, 16, 8)
             for codec in ("bfloat16", "int8", "int4")
         ),
     )
@@ -180,6 +181,7 @@ def main() -> None:
     parser.add_argument("--parameters", type=int, default=0, help="of a stage")
     parser.add_argument("--seconds", type=float, default=20.0, help="to measure each for")
     parser.add_argument("--steps", type=int, default=20, help="at most, of each")
+    parser.add_argument("--rounds", type=int, default=1, help="of all of it in turn; medians count")
     parser.add_argument("--policy", default="exact", choices=["exact", "delayed"])
     parser.add_argument(
         "--keep-window", action="store_true", help="hosts with tcp_slow_start_after_idle = 0"
@@ -188,42 +190,46 @@ def main() -> None:
     parser.add_argument("--real", action="store_true", help="a real model instead of a paced one")
     options = parser.parse_args()
     end_politely()
-    results: list[dict[str, Any]] = []
-    rates: dict[tuple[str, str], float] = {}
     if not options.real:
         print(f"stages alone: {ideal():.0f} tokens/s; averaged: {options.parameters:,} parameters")
-    print("profile   TCP    setting                tokens/s   of lan   steps")
+    print("profile   TCP    setting                tokens/s   steps")
+    rates: dict[tuple[str, str, str], list[float]] = {}
+    for _ in range(options.rounds):
+        for profile in options.profiles:
+            for congestion in options.congestion if PROFILES[profile].emulated else ["cubic"]:
+                for name in [*options.settings, *([TORCH] if options.torch else [])]:
+                    if name == TORCH:
+                        rate, steps = torch_rate(profile, congestion, options)
+                    else:
+                        running = swarm_rate(profile, congestion, SETTINGS[name], options)
+                        rate, steps = asyncio.run(running)
+                    print(f"{profile:9} {congestion:6} {name:22}{rate:9.0f} {steps:7}", flush=True)
+                    rates.setdefault((profile, congestion, name), []).append(rate)
+    medians = {key: statistics.median(found) for key, found in rates.items()}
+    print_results("wan_throughput", shares(medians, options))
 
-    def note(profile: str, congestion: str, name: str, rate: float, steps: int) -> None:
-        rates.setdefault((profile, name), rate)
-        ours = [each for (where, what), each in rates.items() if where == "lan" and what != TORCH]
-        lan = max(ours, default=0.0 if options.real else ideal())
-        print(
-            f"{profile:9} {congestion:6} {name:22}{rate:9.0f} {rate / lan if lan else 0:8.3f}"
-            f" {steps:7}",
-            flush=True,
-        )
-        model = "real model" if options.real else f"{options.parameters} parameters"
+
+def shares(
+    medians: dict[tuple[str, str, str], float], options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """What each setting keeps of the best one on `lan`; torch is beside the best of its profile."""
+    ours = {key: rate for key, rate in medians.items() if key[2] != TORCH}
+    best = {
+        where: max(rate for key, rate in ours.items() if key[:2] == where)
+        for where in dict.fromkeys(key[:2] for key in ours)
+    }
+    lan = best.get(("lan", "cubic"), 0.0 if options.real else ideal())
+    model = "real model" if options.real else f"{options.parameters} parameters"
+    results = []
+    for (profile, congestion, name), rate in medians.items():
         metric = f"{profile}, {congestion}, {name}, {options.policy}, {model}"
         results.append(result(metric, rate, "tokens/s"))
-        if lan:
-            goal = GOALS.get(profile)
-            results.append(result(f"{metric}: share", rate / lan, "of lan", goal))
-
-    for profile in options.profiles:
-        for congestion in options.congestion if PROFILES[profile].emulated else ["cubic"]:
-            for name in options.settings:
-                rate, steps = asyncio.run(swarm_rate(profile, congestion, SETTINGS[name], options))
-                note(profile, congestion, name, rate, steps)
-            if options.torch:
-                rate, steps = torch_rate(profile, congestion, options)
-                note(profile, congestion, TORCH, rate, steps)
-                best = max(rates[profile, each] for each in options.settings)
-                results.append(
-                    result(f"{profile}, {congestion}: best / torch", best / rate, "x", AHEAD)
-                )
-                print(f"{profile:9} {congestion:6} best / torch: {best / rate:.2f}", flush=True)
-    print_results("wan_throughput", results)
+        if name == TORCH:
+            ahead = best[profile, congestion] / rate
+            results.append(result(f"{profile}, {congestion}: best / torch", ahead, "x", AHEAD))
+        elif lan:
+            results.append(result(f"{metric}: share", rate / lan, "of lan", GOALS.get(profile)))
+    return results
 
 
 if __name__ == "__main__":
