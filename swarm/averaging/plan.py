@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from swarm.wire.codecs import codec_names, get_codec
 
 CHUNK_ELEMENTS = 64 * 1024  # 512 KiB of float64 on the way in, 256 KiB of float32 on the way out
+FIRST_ELEMENTS = 4 * 1024  # of the first and the last chunk of a part; each next one has twice that
 ALIGN_ELEMENTS = 16  # parts begin on 64-byte boundaries of the float32 result
 ACCUMULATE_BYTES = {"float64": 8, "float32": 4}
 EXACT = "float32"  # the codec that sends contributions as they are, and sums as float32
@@ -67,13 +68,14 @@ class Plan:
         return Chunk(self.bounds[member], self.bounds[member + 1])
 
     def num_chunks(self, member: int) -> int:
-        return -(-self.part(member).num_elements // self.chunk_elements)
+        return sum(1 for _ in self.chunks(member))
 
     def chunks(self, member: int) -> Iterator[Chunk]:
         """The chunks of one part, in the order in which they are sent and summed."""
-        part = self.part(member)
-        for start in range(part.start, part.stop, self.chunk_elements):
-            yield Chunk(start, min(start + self.chunk_elements, part.stop))
+        start = self.part(member).start
+        for size in chunk_sizes(self.part(member).num_elements, self.chunk_elements):
+            yield Chunk(start, start + size)
+            start += size
 
     def sent_bytes(self, member: int) -> int:
         """Tensor bytes that this member sends in one round, contributions and results."""
@@ -82,8 +84,7 @@ class Plan:
         return given + self._bytes_of_part(member, self.sum_bytes) * len(others)
 
     def _bytes_of_part(self, owner: int, bytes_of_chunk: Callable[[int], int]) -> int:
-        whole, rest = divmod(self.part(owner).num_elements, self.chunk_elements)
-        return whole * bytes_of_chunk(self.chunk_elements) + bytes_of_chunk(rest)
+        return sum(bytes_of_chunk(each.num_elements) for each in self.chunks(owner))
 
     def digest(self) -> str:
         """sha256 over all of it: equal digests, equal plans."""
@@ -94,8 +95,26 @@ class Plan:
             list(self.bounds),
             self.chunk_elements,
             self.codec,
+            FIRST_ELEMENTS,
         ]
         return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
+
+
+def chunk_sizes(num_elements: int, largest: int) -> Iterator[int]:
+    """How a part is cut: small at first, then `largest`, small at the end.
+
+    An owner has nothing to send before all have given its first chunk, and the last one's sums go
+    out when nothing else is left to: on a slow line both take as long as a chunk.
+    """
+    ramp, left, size = [], num_elements, FIRST_ELEMENTS
+    while size < largest and left >= 4 * size:
+        ramp.append(size)
+        left -= 2 * size
+        size *= 2
+    yield from ramp
+    for start in range(0, left, largest):
+        yield min(largest, left - start)
+    yield from reversed(ramp)
 
 
 def split(num_elements: int, shares: Sequence[int]) -> tuple[int, ...]:

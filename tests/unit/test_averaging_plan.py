@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.averaging.plan import balanced_shares, make_plan, split
+from swarm.averaging.plan import FIRST_ELEMENTS, balanced_shares, chunk_sizes, make_plan, split
 
 
 @given(st.integers(0, 10_000), st.lists(st.integers(0, 9), min_size=1, max_size=7), st.data())
@@ -32,6 +32,16 @@ def test_parts_and_chunks_cover_everything_once(
     assert position == num_elements
     sent = sum(plan.sent_bytes(m) for m in range(len(members)))
     assert sent == (len(members) - 1) * num_elements * (8 + 4)
+
+
+@given(st.integers(0, 1_000_000), st.integers(1024, 1 << 17))
+def test_chunks_are_small_at_both_ends(num_elements: int, largest: int) -> None:
+    sizes = list(chunk_sizes(num_elements, largest))
+    assert sum(sizes) == num_elements
+    assert all(0 < size <= largest for size in sizes)
+    if num_elements >= 4 * FIRST_ELEMENTS and largest > FIRST_ELEMENTS:
+        assert sizes[0] == sizes[-1] == FIRST_ELEMENTS
+    assert len(sizes) <= num_elements / largest + 32
 
 
 def test_shares_are_proportional_and_aligned() -> None:
