@@ -76,13 +76,16 @@ class Trainer(Generic[T]):
 
     async def run(self) -> T | None:
         """Until the run is finished: by this trainer (what `lead` returned) or another (None)."""
-        patience = self._patience(first=True)
+        patience, stands_by = self._patience(first=True), False
         while not self.finished_elsewhere.is_set():
             origin, self._needed = self._needed or self._ordered, None
             at_once = self.quorum.alone or origin is not None
             if not at_once and await self._somebody_leads(patience):
+                if not stands_by:
+                    self._on_role("another trainer leads")
+                stands_by = True
                 continue
-            patience = self._patience()
+            patience, stands_by = self._patience(), False
             leader = self._make_leader()
             try:
                 await leader.begin(origin, accept_loss=origin is not None and self._accept_loss)

@@ -64,6 +64,7 @@ def test_another_trainer_finishes_what_a_killed_leader_began(forks: Forks, tmp_p
     run.end(*run.others.values(), *run.peers)
     said = "".join(each.out for each in run.others.values())
     assert "another trainer led the run to its end" in said
+    assert "standing by: another trainer leads" in said  # also of one that has never led
 
 
 def test_an_operator_goes_on_without_two_trainers_that_are_gone(
