@@ -35,9 +35,8 @@ def save_now(run_dir: Path, say: Callable[[str], None] = print) -> Path:
     Raises DataError when no leader trains there (any more), StorageError when the wish or the
     checkpoint cannot be written. Interrupted, it takes the wish back.
     """
-    why = _nobody_leads(run_dir)
-    if why:
-        raise DataError(why, "name the run directory of a leader that trains")
+    if (refusal := _nobody_leads(run_dir)) is not None:
+        raise refusal
     told = EventTail(run_dir / "events.jsonl", from_end=True)
     try:
         (run_dir / WISH).touch()
@@ -48,31 +47,44 @@ def save_now(run_dir: Path, say: Callable[[str], None] = print) -> Path:
         ) from None
     say("asked for a checkpoint; it is written after the present step")
     try:
-        while True:
-            why = _nobody_leads(run_dir)  # looked at first: its last words come before its end
-            for event in told.read():
+        return _answer(run_dir, told)
+    except BaseException:
+        take_wish(run_dir)
+        raise
+
+
+def _answer(run_dir: Path, told: EventTail) -> Path:
+    """Where the checkpoint lies that was begun after the leader took the wish.
+
+    What is told while a wish stands was begun before it: by then somebody else may have asked, too.
+    Raises as `save_now`.
+    """
+    while True:
+        refusal = _nobody_leads(run_dir)  # looked at first: its last words come before its end
+        events = told.read()
+        if not (run_dir / WISH).exists():
+            for event in events:
                 if event["event"] == "checkpoint" and "path" in event:
                     return Path(str(event["path"]))
                 if event["event"] == "checkpoint":
                     reason = str(event.get("reason"))
                     raise StorageError(f"no checkpoint of step {event.get('step')}: {reason}")
-            if why:
-                raise DataError(why, "start the leader, then ask again")
-            time.sleep(POLL_S)
-    finally:
-        take_wish(run_dir)
+        if refusal is not None:
+            raise refusal
+        time.sleep(POLL_S)
 
 
-def _nobody_leads(run_dir: Path) -> str:
-    """Why nobody would answer; empty if somebody will."""
+def _nobody_leads(run_dir: Path) -> DataError | None:
+    """Why nobody would answer; None if somebody will."""
     status = read_status(run_dir / "status.json")
+    leads = "name the run directory of a leader that trains"
     if status is None:
-        return f"{run_dir} is no run directory with a status"
+        return DataError(f"{run_dir} is no run directory with a status", leads)
     state = str(status.get("state"))
     if state in ("finished", "failed"):
-        return f"the run in {run_dir} has {state}"
+        return DataError(f"the run in {run_dir} has {state}", leads)
     if state == "standing by":
-        return "another trainer leads this run"
+        return DataError("another trainer leads this run", "ask on that trainer's machine")
     if time.time() - number(status.get("updated_at")) > STALE_S:
-        return f"the leader of {run_dir} does not run now"
-    return ""
+        return DataError(f"the leader of {run_dir} does not run now", "start it, then ask again")
+    return None

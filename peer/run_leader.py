@@ -293,6 +293,7 @@ class LeaderProcess:
             self.events.emit("step", **step_line(result))
         wall_s = time.monotonic() - began
         await leader.restoring.until_held()
+        take_wish(self.run_dir)  # this one is what was asked for
         await checkpointer.take(leader)
         final = {
             "run_id": self.config.run_id,

@@ -61,10 +61,33 @@ def test_it_waits_for_the_leader_to_say_that_it_is_written(
     assert not take_wish(run_dir)
 
 
+def test_the_wish_of_who_asks_a_moment_later_stands(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is written then answers neither of them: it was begun before the later one asked."""
+    log = EventLog(run_dir / "events.jsonl")
+
+    def write(step: int) -> None:
+        log.emit("checkpoint", step=step, path=f"step-{step}")
+        log.flush()
+
+    def sleep(seconds: float) -> None:
+        slept.append(take_wish(run_dir))
+        write(len(slept))
+        if len(slept) == 1:
+            (run_dir / WISH).touch()  # somebody else asks
+
+    slept: list[bool] = []
+    monkeypatch.setattr(on_demand.time, "sleep", sleep)
+    assert save_now(run_dir, lambda line: None) == Path("step-2")
+    assert slept == [True, True]
+
+
 def test_what_could_not_be_written_is_said(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = EventLog(run_dir / "events.jsonl")
 
     def answer() -> None:
+        assert take_wish(run_dir)
         log.emit("checkpoint", step=5, reason="the disk is full")
         log.flush()
 
