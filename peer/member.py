@@ -129,6 +129,9 @@ class Member:
                 except RefusedError as error:  # the leader is there, the state is not
                     trouble = f"cannot serve yet: {error.message}"
                     raise
+                finally:
+                    if channel.ended is not None:  # however long it has fetched a state by now
+                        since = loop.time()
             except JoinError:
                 raise
             except SwarmError as error:

@@ -228,6 +228,23 @@ def test_the_leader_is_lost_during_the_download() -> None:
     assert len([line for _, line in swarm.said if line.startswith("downloading 100")]) == 1
 
 
+def test_a_joiner_looks_at_once_for_a_leader_that_it_has_lost() -> None:
+    """However long its download has taken by then."""
+    swarm = Joining(100, rate_bps=50e3)
+
+    def lose() -> None:
+        channel = swarm.members[JOINER].leader
+        assert channel is not None
+        channel.end("lost")
+
+    swarm.once("downloading 2", lose)
+    swarm.finish()
+    first, again = (t for t, _ in swarm.at("joined", JOINER))
+    lost = next(t for t, line in swarm.said if line.startswith("lost the leader"))
+    assert lost - first > 5.0
+    assert again - lost < 0.5
+
+
 def test_a_joiner_dies_and_comes_back_empty() -> None:
     swarm = Joining(80)
 
