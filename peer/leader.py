@@ -497,7 +497,7 @@ class Leader:
             self.router.remove(channel.incarnation)
             self.admission.forget(channel.incarnation)
             self.watch.forget(channel.incarnation)
-            self.probe("left", replica=channel.incarnation, reason=str(channel.ended))
+            self.probe("left", replica=channel.incarnation, reason=brief(str(channel.ended)))
             self.wake.set()
 
     async def aclose(self) -> None:

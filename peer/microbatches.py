@@ -362,7 +362,8 @@ class Microbatches:
             leader.expel(step, suspect, f"{why}; it answers: {error.message}")
             return
         except SwarmError as error:
-            leader.expel(step, suspect, f"{why}; {error}")
+            found = brief(str(error))
+            leader.expel(step, suspect, why if found == why else f"{why}; {found}")
             return
         if answer.get("fenced") is True:
             step.fenced(issue, suspect)

@@ -13,6 +13,7 @@ from swarm.config import RunConfig, load_config
 from swarm.errors import ConfigError
 from swarm.model import ModelPipeline, build_pipeline
 from swarm.placement.proposal import CODEC_BYTES, Device, Layout, Work, place, propose
+from swarm.words import count_text
 
 GIB = 2**30
 FLOPS_PER_COST = 6  # a multiply and an add, forward, and twice that backward
@@ -147,15 +148,20 @@ def text_of(found: dict[str, Any]) -> str:
     lines += [
         "",
         f'[model] cut = {best["cut"]}    [wire] activations = "{best["codec"]}"',
-        f"about {best['tokens_per_s']:.4g} tokens/s; averaging {best['averaging_s']:.3g} s a step",
+        f"about {_speed(best)} tokens/s; averaging {best['averaging_s']:.3g} s a step",
         f"the run as written, cut {written['cut']}: "
         + (
-            f"about {written['tokens_per_s']:.4g} tokens/s"
+            f"about {_speed(written)} tokens/s"
             if written["tokens_per_s"]
             else "does not fit these machines"
         ),
     ]
     return "\n".join(lines)
+
+
+def _speed(layout: dict[str, Any]) -> str:
+    tokens_per_s = layout["tokens_per_s"]
+    return count_text(tokens_per_s) if tokens_per_s >= 100 else f"{tokens_per_s:.3g}"
 
 
 def _names(names: list[str]) -> str:
