@@ -185,7 +185,7 @@ def results_when_free(table: Table) -> list[dict[str, Any]]:
     )
     for stages in STAGES:
         key = (stages, 0.0, False)
-        ahead = mean(table, key, OURS) - best_other(table, key, OURS)
+        ahead = mean(table, key, OURS) - best_other(table, key)
         found.append(result(f"ahead of the best other, {stages} stages", ahead, "points", 0.0))
     return found
 
@@ -196,7 +196,7 @@ def results_with_costs(table: Table, key: Key) -> list[dict[str, Any]]:
     name = f"{'memory for two, ' if key[2] else ''}downloads of {key[1]:.0f} s"
     bound, t60 = bound_of(table, key), mean(table, key, T60)
     goal = 0.5 if bound - t60 > SIGNIFICANT else None
-    ahead = mean(table, key, ours) - best_other(table, key, ours)
+    ahead = mean(table, key, ours) - best_other(table, key)
     return [
         result(f"{name}: gap from T=60 closed", closed(table, key, ours), "", goal),
         result(f"{name}: ahead of the best other", ahead, "points", -BELOW),
@@ -231,7 +231,7 @@ def closed(table: Table, key: Key, policy: str) -> float:
     return (mean(table, key, policy) - t60) / (bound_of(table, key) - t60)
 
 
-def best_other(table: Table, key: Key, ours: str) -> float:
+def best_other(table: Table, key: Key) -> float:
     others = (each for each in table[key][0] if each != WHOLE and not each.startswith(OURS))
     return max(mean(table, key, policy) for policy in others)
 

@@ -66,11 +66,6 @@ class Host:
         return [each.server.stage for each in self._serving if each.server is not None]
 
     @property
-    def is_moving(self) -> bool:
-        """Whether a replica here is about to be replaced by one of another stage."""
-        return self._moving is not None
-
-    @property
     def activity(self) -> str:
         """What this process does at this moment, for those who look on."""
         doing = {each.activity for each in self._serving}

@@ -79,7 +79,7 @@ class AdaptiveSwarm(Swarm):
         return lives.get(str(facts.get("life")))
 
     def is_moving(self, name: str) -> bool:
-        return name in self.hosts and self.hosts[name].is_moving
+        return name in self.hosts and self.hosts[name]._moving is not None
 
     def stages(self) -> dict[str, list[int]]:
         """Which peer serves what."""
