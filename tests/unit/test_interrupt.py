@@ -73,9 +73,11 @@ def interrupted(
     program: str, module: str, *args: str, ignored: bool = False
 ) -> subprocess.CompletedProcess[str]:
     """Run a program as its console script does, with a Ctrl-C as it comes to import `module`."""
-    code = INTERRUPTED_BY_AN_IMPORT
-    if ignored:
-        code = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN){code}"
+    # Said either way: a shell that starts the tests in the background has SIGINT ignored in all.
+    handler = "SIG_IGN" if ignored else "default_int_handler"
+    code = (
+        f"import signal; signal.signal(signal.SIGINT, signal.{handler}){INTERRUPTED_BY_AN_IMPORT}"
+    )
     command = [sys.executable, "-c", code, program, module, *args]
     root = Path(__file__).parents[2]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
