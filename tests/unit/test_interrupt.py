@@ -78,7 +78,7 @@ def interrupted(
     code = (
         f"import signal; signal.signal(signal.SIGINT, signal.{handler}){INTERRUPTED_BY_AN_IMPORT}"
     )
-    command = [sys.executable, "-c", code, program, module, *args]
+    command = [sys.executable, "-c", before + INTERRUPTED_BY_AN_IMPORT, program, module, *args]
     root = Path(__file__).parents[2]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
 
