@@ -75,9 +75,7 @@ def interrupted(
     """Run a program as its console script does, with a Ctrl-C as it comes to import `module`."""
     # Said either way: a shell that starts the tests in the background has SIGINT ignored in all.
     handler = "SIG_IGN" if ignored else "default_int_handler"
-    code = (
-        f"import signal; signal.signal(signal.SIGINT, signal.{handler}){INTERRUPTED_BY_AN_IMPORT}"
-    )
+    before = f"import signal; signal.signal(signal.SIGINT, signal.{handler})"
     command = [sys.executable, "-c", before + INTERRUPTED_BY_AN_IMPORT, program, module, *args]
     root = Path(__file__).parents[2]
     return subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=60)
