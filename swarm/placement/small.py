@@ -38,7 +38,7 @@ def best_moves(sketch: Sketch) -> list[tuple[int, int]]:
     settled = np.tile(sketch.settled, (len(tried), 1))
     stays = np.tile(sketch.staying, (len(tried), 1))
     held = np.zeros_like(stays, dtype=bool)  # by one that leaves it once another has come
-    comes = np.zeros_like(held)
+    comes = np.zeros_like(stays)
     allowed = np.ones(len(tried), dtype=bool)
     rows = np.arange(len(tried))
     for column, at in enumerate(free):
@@ -46,12 +46,16 @@ def best_moves(sketch: Sketch) -> list[tuple[int, int]]:
         settled[:, own[column]] -= np.where(moves, sketch.own[at], 0.0)
         settled[rows, to] += np.where(moves, rates[to, column], 0.0)
         stays[:, own[column]] -= moves
-        comes[rows, to] |= moves
+        comes[rows, to] += moves
         keeps = np.array([sketch.keeps(int(at), stage) for stage in range(stages)])
         held[:, own[column]] |= moves & keeps[to]
         fits = (sketch.memory[at] >= sketch.need[to]) & (sketch.second[at] != to)
         allowed &= fits | ~moves
-    allowed &= ((stays >= 1) | (held & comes) | (sketch.staying == 0)).all(axis=1)
+    # Who is alone in a stage changes places and no more: a plan that also made stages larger and
+    # smaller would put all of a small swarm elsewhere for what was measured in its first seconds.
+    places = (stays + comes == sketch.staying).all(axis=1)
+    safe = (stays >= 1) | (sketch.staying == 0)
+    allowed &= safe.all(axis=1) | (places & (safe | (held & (comes > 0))).all(axis=1))
     after = np.where(allowed, settled.min(axis=1), -np.inf)
     best = np.flatnonzero(after >= after.max() * (1 - _EPSILON))
     chosen = best[np.argmin(goes[best].sum(axis=1))]

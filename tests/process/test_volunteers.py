@@ -86,6 +86,14 @@ def test_volunteers_outlive_the_leader(forks: Forks, tmp_path: Path) -> None:
     assert "30 of 30 steps are trained already" in again.out
 
 
+def bound(to: socket.socket, address: tuple[str, int]) -> bool:
+    try:
+        to.bind(address)
+    except OSError:
+        return False
+    return True
+
+
 def test_a_leader_that_comes_back_at_another_port_is_found(forks: Forks, tmp_path: Path) -> None:
     """Its replicas have its former address alone, and their directory; and so has a volunteer that
     starts again with the link it has saved. The leader begins without anybody's address but those
@@ -104,7 +112,10 @@ def test_a_leader_that_comes_back_at_another_port_is_found(forks: Forks, tmp_pat
     first.says("lost the leader, looking for it")
     former = leader.link
     with socket.socket() as taken:  # the port of before is not free now
-        taken.bind(("127.0.0.1", tcp_ports(former)[0]))
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        address = ("127.0.0.1", tcp_ports(former)[0])
+        forks.until(lambda: bound(taken, address), "the daemon of before has let it go")
+        taken.listen()
         leader = forks.swarm("train", run, *LOCAL)
         assert leader.link != former
         volunteer = forks.peer(*LOCAL, *again)
