@@ -64,6 +64,8 @@ def can_strike(swarm: Swarm, fault: Fault, who: str) -> bool:
     if fault.action == "nan":
         return replicas[0].server is not None
     if fault.action in ("kill", "leave") or (fault.action == "raise" and _kind(fault) is UPDATE):
+        if fault.action != "raise" and not fault.duration_s and swarm.nobody_else_comes(who):
+            return False
         survives = swarm.checkpoints is not None and fault.action != "leave"
         return who not in swarm.leaving and (survives or swarm.chronicle.can_lose(who))
     return True

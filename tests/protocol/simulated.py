@@ -192,6 +192,14 @@ class Swarm:
         """Whether a replica that has no state yet must not be lost: nobody else would come."""
         return False
 
+    def nobody_else_comes(self, name: str) -> bool:
+        """Whether a process is the only one of its stage, and serves nothing yet: without it the
+        swarm would wait for ever, and rightly."""
+        (replica,) = self.replicas_of(name)
+        stage = name.partition(".")[0]
+        others = [each for each in self.processes if each != name and each.startswith(f"{stage}.")]
+        return replica.server is None and not others
+
     def is_moving(self, name: str) -> bool:
         """Whether a process is about to give some of its replicas up."""
         return False
