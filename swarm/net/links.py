@@ -73,6 +73,7 @@ class Links:
         self._on_close, self._allocate = on_close, allocate
         self._heartbeat_s, self._silence_s = heartbeat_s, silence_s
         self._channels: dict[str, Channel] = {}
+        self._running: dict[Channel, None] = {}  # of those, and of others to the same incarnation
         self._dials: dict[str, asyncio.Task[Channel]] = {}
         self._addresses: dict[str, tuple[str, ...]] = {}
         self._accepted: Counter[str] = Counter()  # open streams by the peer that opened them
@@ -208,11 +209,17 @@ class Links:
     async def _run(self, channel: Channel) -> None:
         incarnation = channel.incarnation
         self._channels[incarnation] = channel
+        self._running[channel] = None
         try:
             await channel.run()
         finally:
+            del self._running[channel]
             if self._channels.get(incarnation) is channel:
                 del self._channels[incarnation]
+                # Both may have dialled at once: what came over the other one stays there.
+                for other in self._running:
+                    if other.incarnation == incarnation and other.ended is None:
+                        self._channels[incarnation] = other
             if self._on_close is not None and not self._tasks.closed:
                 self._on_close(channel)
 
@@ -247,7 +254,7 @@ class Links:
         if self._front is not self:
             self._front._lives.pop(self.incarnation, None)
         self._tasks.abort()
-        for channel in list(self._channels.values()):
+        for channel in [*self._running, *self._channels.values()]:
             channel.end("this process stops")
 
     async def aclose(self) -> None:
