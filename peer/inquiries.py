@@ -108,6 +108,20 @@ async def stage_hashes(leader: Leader) -> list[dict[str, str]]:
     return [await _hashes_of(leader, stage) for stage in range(leader.pipeline.num_stages)]
 
 
+async def held_hashes(leader: Leader) -> list[dict[str, str]]:
+    """`stage_hashes` at the end of a run, where no step would notice that a stage is lost.
+
+    Raises as `stage_hashes` where every stage has somebody, and what ends the term (`GoBack`).
+    """
+    while True:
+        await leader.restoring.until_held()
+        try:
+            return await stage_hashes(leader)
+        except SwarmError:
+            if leader.restoring.all_held:
+                raise
+
+
 async def _hashes_of(leader: Leader, stage: int) -> dict[str, str]:
     shapes = dict(zip((layout := layout_of(leader, stage)).names, layout.shapes, strict=True))
 

@@ -131,13 +131,18 @@ class Restoring:
         """Until somebody of every stage has said that it holds the newest state: before the end of
         the run, where no step would wait for it. Raises what ends the term, such as `GoBack`."""
         leader = self.leader
-        while not all(self._is_held(stage) for stage in range(leader.pipeline.num_stages)):
+        while not self.all_held:
             if leader.fatal is not None:
                 raise leader.fatal
             leader.wake.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOOK_S):
                     await leader.wake.wait()
+
+    @property
+    def all_held(self) -> bool:
+        """Whether somebody of every stage holds the newest state."""
+        return all(self._is_held(stage) for stage in range(self.leader.pipeline.num_stages))
 
     def _is_held(self, stage: int) -> bool:
         leader = self.leader

@@ -15,7 +15,7 @@ from typing import Any
 
 from peer.checkpointing import Checkpointer
 from peer.disk import FileDisk, write_durably
-from peer.inquiries import stage_hashes, validate
+from peer.inquiries import held_hashes, validate
 from peer.known_peers import KnownPeers
 from peer.lan import announce_on_lan
 from peer.launch import (
@@ -292,14 +292,14 @@ class LeaderProcess:
             self._on_step(result)
             self.events.emit("step", **step_line(result))
         wall_s = time.monotonic() - began
-        await leader.restoring.until_held()
+        hashes = await held_hashes(leader)
         take_wish(self.run_dir)  # this one is what was asked for
         await checkpointer.take(leader)
         final = {
             "run_id": self.config.run_id,
             **final_report(
                 self.pipeline.key_order,
-                await stage_hashes(leader),
+                hashes,
                 steps=leader.next_step,
                 tokens=status.tokens,
                 wall_s=wall_s,

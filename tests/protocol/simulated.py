@@ -441,9 +441,12 @@ class Swarm:
         while leader.next_step < self.num_steps:
             self.results.append(await leader.train_step())
             await self.at_record(leader)
-        await leader.restoring.until_held()
-        self.leader = leader  # another that was beaten may have come between
-        await self.settle()
+        while True:
+            await leader.restoring.until_held()
+            self.leader = leader  # another that was beaten may have come between
+            await self.settle()
+            if leader.restoring.all_held:
+                break
         self.check()
         if self.at_end is not None:
             self.at_end()

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from peer.inquiries import held_hashes
 from peer.leader import Leader
 from peer.publish import Status
 from peer.restoring import Saved
@@ -322,3 +323,26 @@ def random_swarm(seed: int) -> EpochSwarm:
     swarm.everybody_dies = r.random() < 0.3
     swarm.leader_dies_at = r.choice(("", "paused", "epoch", "joined", "admitted", "record"))
     return swarm
+
+
+class LostAtTheEnd(Swarm):
+    """The only replica of stage 1 dies between the last commit and the asking for its hashes."""
+
+    ends = 0
+
+    async def settle(self) -> None:
+        self.ends += 1
+        if self.ends == 1:
+            self.kill("r1.0")
+            self.later(1.0, self.restart, "r1.0", 1)
+            assert self.leader is not None
+            await held_hashes(self.leader)
+            raise AssertionError("hashes of a stage that nobody holds")
+        await super().settle()
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_a_stage_that_is_lost_at_the_very_end_is_trained_again(every: int) -> None:
+    swarm = LostAtTheEnd(replicas=(2, 1, 1), plan=plan(6), checkpoint_every=every)
+    assert swarm.run(3)["sha256"] == baseline(3, 6)[0]
+    assert (swarm.ends, swarm.effects["epoch opened"]) == (2, 1)
