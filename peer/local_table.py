@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +82,7 @@ class LocalProcess:
         return f"{how} - see {self.log}"
 
 
-class ProcessTable:
+class ProcessTable(ABC):
     """Processes by name, forked by one server: started, told to end, and none of them left behind.
 
     Subclasses say what they are, and hear what they tell (`_hear`). Their logs are bounded.
@@ -160,9 +161,9 @@ class ProcessTable:
         assert child.code is not None
         return child.code
 
+    @abstractmethod
     def _hear(self, process: LocalProcess, message: Mapping[str, Any]) -> None:
         """What a process tells."""
-        raise NotImplementedError
 
     async def _spawn(
         self, process: LocalProcess, target: str, arguments: Mapping[str, Any]
