@@ -112,6 +112,7 @@ class Member:
             "step": self.step,
             "device": self.device,
             "counted": self.counted,
+            "second": self.offer.second,
             "reason": self.reason,
         }
 

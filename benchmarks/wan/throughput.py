@@ -1,10 +1,11 @@
 """Training over home connections: how much of its speed a swarm keeps, per codec, and beside torch.
 
 3 stages x 2 replicas and a leader, each in a host of the lab. Paced: 30/60 ms for forward/backward
-of 4 x 1024 tokens at hidden 2048, a home GPU; 16 microbatches a step (65,536 tokens). What crosses
-the wire is real. A stage averages `--parameters` parameters at the end of every step. Shares are of
-the best rate on `lan`: there the wide settings are bound by the codecs of six peers on the cores of
-one machine, which is nothing that a home would see.
+of 4 x 1024 tokens at hidden 2048, a home GPU; 16 microbatches a step (65,536 tokens), or more
+smaller ones that take as long in all (`--microbatch-size`). What crosses the wire is real. A stage
+averages `--parameters` parameters at the end of every step. Shares are of the best rate on `lan`:
+there the wide settings are bound by the codecs of six peers on the cores of one machine, which is
+nothing that a home would see.
 
 `--real`: a decoder of 14.4 M parameters really computes, and all peers share this machine's cores;
 as many tokens a step.
@@ -35,10 +36,10 @@ from _wide import Sizes, wide
 
 from swarm.config import RunConfig
 
-HIDDEN, SEQUENCE, MICROBATCH, MICROBATCHES = 2048, 1024, 4, 16
+HIDDEN, SEQUENCE = 2048, 1024
 STAGES, REPLICAS = 3, 2
-TOKENS = MICROBATCHES * MICROBATCH * SEQUENCE
-FORWARD_S, BACKWARD_S = 0.030, 0.060
+TOKENS = 65_536  # a step
+FORWARD_S, BACKWARD_S = 0.030 / 4, 0.060 / 4  # a sequence
 REAL_MICROBATCH, REAL_SEQUENCE = 8, 256
 STEP_LIMIT_S = 1800.0
 GOALS = {"home": 0.90, "poor": 0.80}  # of lan, averaging included
@@ -71,10 +72,10 @@ SETTINGS = {
 }
 
 
-def ideal() -> float:
+def ideal(microbatch: int) -> float:
     """Tokens/s of the stages alone: replicas are busy but for filling and emptying the pipeline."""
-    each = MICROBATCHES / REPLICAS
-    return TOKENS / ((each + STAGES - 1) * (FORWARD_S + BACKWARD_S))
+    each = TOKENS / (microbatch * SEQUENCE) / REPLICAS
+    return TOKENS / ((each + STAGES - 1) * microbatch * (FORWARD_S + BACKWARD_S))
 
 
 def config_of(setting: Setting, options: argparse.Namespace) -> RunConfig:
@@ -94,8 +95,8 @@ def config_of(setting: Setting, options: argparse.Namespace) -> RunConfig:
         )
     Sizes(width=setting.width, sequence=SEQUENCE, parameters=options.parameters).export()
     return wide(
-        microbatches=MICROBATCHES,
-        microbatch_size=MICROBATCH,
+        microbatches=TOKENS // (options.microbatch_size * SEQUENCE),
+        microbatch_size=options.microbatch_size,
         wire={"activations": setting.boundaries, "gradients": setting.gradients},
         policy=options.policy,
     )
@@ -106,7 +107,8 @@ async def swarm_rate(
 ) -> tuple[float, int]:
     """Tokens/s, over so many steps."""
     peers = dict.fromkeys(range(STAGES), REPLICAS)
-    pace = None if options.real else (FORWARD_S, BACKWARD_S)
+    size = options.microbatch_size
+    pace = None if options.real else (FORWARD_S * size, BACKWARD_S * size)
     with (
         Lab(
             profile,
@@ -137,6 +139,7 @@ async def swarm_rate(
 
 def torch_rate(profile: str, congestion: str, options: argparse.Namespace) -> tuple[float, int]:
     """The same of torch, in bfloat16."""
+    size = options.microbatch_size
     with Lab(
         profile, STAGES * REPLICAS, congestion=congestion, keep_window=options.keep_window
     ) as lab:
@@ -150,13 +153,13 @@ def torch_rate(profile: str, congestion: str, options: argparse.Namespace) -> tu
                         "--rank", str(rank),
                         "--master", f"tcp://{lab.hosts[0].address}:{MASTER_PORT}",
                         "--interface", DEVICE,
-                        "--microbatches", str(MICROBATCHES // REPLICAS),
-                        "--microbatch-size", str(MICROBATCH),
+                        "--microbatches", str(TOKENS // (size * SEQUENCE * REPLICAS)),
+                        "--microbatch-size", str(size),
                         "--sequence", str(SEQUENCE),
                         "--width", str(HIDDEN),
                         "--parameters", str(options.parameters),
-                        "--forward-s", str(FORWARD_S),
-                        "--backward-s", str(BACKWARD_S),
+                        "--forward-s", str(FORWARD_S * size),
+                        "--backward-s", str(BACKWARD_S * size),
                     )
                 )  # fmt: skip
             for each in ranks:
@@ -178,6 +181,7 @@ def main() -> None:
     parser.add_argument("--profiles", nargs="+", default=list(PROFILES), choices=list(PROFILES))
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--congestion", nargs="+", default=["cubic"], choices=["cubic", "bbr"])
+    parser.add_argument("--microbatch-size", type=int, default=4, choices=[1, 2, 4])
     parser.add_argument("--parameters", type=int, default=0, help="of a stage")
     parser.add_argument("--seconds", type=float, default=20.0, help="to measure each for")
     parser.add_argument("--steps", type=int, default=20, help="at most, of each")
@@ -191,7 +195,8 @@ def main() -> None:
     options = parser.parse_args()
     end_politely()
     if not options.real:
-        print(f"stages alone: {ideal():.0f} tokens/s; averaged: {options.parameters:,} parameters")
+        alone = ideal(options.microbatch_size)
+        print(f"stages alone: {alone:.0f} tokens/s; averaged: {options.parameters:,} parameters")
     print("profile   TCP    setting                tokens/s   steps")
     rates: dict[tuple[str, str, str], list[float]] = {}
     for _ in range(options.rounds):
@@ -218,8 +223,12 @@ def shares(
         where: max(rate for key, rate in ours.items() if key[:2] == where)
         for where in dict.fromkeys(key[:2] for key in ours)
     }
-    lan = best.get(("lan", "cubic"), 0.0 if options.real else ideal())
-    model = "real model" if options.real else f"{options.parameters} parameters"
+    lan = best.get(("lan", "cubic"), 0.0 if options.real else ideal(options.microbatch_size))
+    model = (
+        "real model"
+        if options.real
+        else f"{options.parameters} parameters, {options.microbatch_size} a microbatch"
+    )
     results = []
     for (profile, congestion, name), rate in medians.items():
         metric = f"{profile}, {congestion}, {name}, {options.policy}, {model}"

@@ -14,6 +14,7 @@ from peer.local import LEADER
 from peer.witness import audit
 from swarm.config import load_config
 from swarm.net.identity import load_identity
+from swarm.net.links import peer_of
 from tests.process.forks import Forks, toml
 from tests.process.slowed import SLOWER
 from tests.process.stoppable import Stoppable
@@ -117,19 +118,24 @@ def test_a_stage_whose_only_peer_is_killed_goes_on_with_those_who_hold_it_as_wel
             if name != LEADER and load_identity(key).peer_id == peer_id
         )
 
+    def serving(*, second: bool) -> dict[str, int]:
+        """Peer -> its own stage, or the one it holds besides."""
+        rows = [row for row in swarm.status()["replicas"] if row["standing"] == "serving"]
+        return {peer_of(row["replica"]): row["stage"] for row in rows if row["second"] is second}
+
+    def alone() -> list[str]:
+        own = serving(second=False)
+        return [peer for peer in own if list(own.values()).count(own[peer]) == 1]
+
     async def main() -> Any:
         try:
             await swarm.start()
             await swarm.until(
-                lambda: swarm.num_serving(0) == swarm.num_serving(1) == 3, "three to hold two"
+                lambda: len(serving(second=False)) == len(serving(second=True)) == 3,
+                "three to hold two",
             )
-            own = {
-                event["replica"].partition("#")[0]: event["source"]
-                for event in swarm.events("second")
-            }
-            assert len(own) == 3
-            alone = [peer for peer in own if list(own.values()).count(own[peer]) == 1]
-            swarm.kill_peer(name_of(alone[0]))
+            await swarm.until(alone, "one to be alone in its own stage")
+            swarm.kill_peer(name_of(alone()[0]))
             await swarm.until_step(3)
             swarm.enough()
             return await swarm.wait()
