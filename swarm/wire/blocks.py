@@ -14,8 +14,10 @@ was decoded encodes to the same bytes again.
 
 The same bytes on every device: division, product, maximum, comparison and conversions only, each
 of which IEEE 754 or integer arithmetic defines to the bit; one operation at a time, none fused.
-NaN is never converted to an integer. Stochastic rounding adds noise that is an integer hash of the
-element's number and a seed, so the same seed gives the same bytes, in whatever pieces.
+What is divided by is a tensor, since CUDA multiplies by the reciprocal of a number: of 4 million
+int4 blocks, 32 would get another scale. NaN is never converted to an integer. Stochastic rounding
+adds noise that is an integer hash of the element's number and a seed, so the same seed gives the
+same bytes, in whatever pieces.
 
 On a CPU the work goes through pieces that stay in the cache; on other devices in one piece.
 """
@@ -81,7 +83,7 @@ def _quantize(
     work = work[: len(blocks)]
     levels = LEVELS[bits]
     largest = torch.amax(torch.abs(blocks, out=work), 1)
-    rounded = largest.div_(levels).to(torch.bfloat16)
+    rounded = largest.div_(largest.new_full((1,), levels)).to(torch.bfloat16)
     finite = rounded < math.inf  # false for NaN
     usable = finite & (rounded >= _LEAST_SCALE)
     bits_of_scale = torch.where(usable, rounded.view(torch.int16), 0)

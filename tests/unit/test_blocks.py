@@ -6,9 +6,11 @@ import math
 import struct
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarm.wire import blocks
 from swarm.wire.blocks import LEVELS, dequantize, packed_bytes, quantize
@@ -97,6 +99,30 @@ def test_pieces_and_the_rest_are_one(bits: int, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.undo()
     assert torch.equal(got, dequantize(packed, values.numel(), bits))
     assert len(expected) == packed_bytes(values.numel(), bits) == 10 * (2 + 8 * bits)
+
+
+class Divisors(TorchDispatchMode):
+    """Notes what tensors are divided by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[object] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if "div" in str(func):
+            self.found.append(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_nothing_is_divided_by_a_number(bits: int) -> None:
+    """CUDA multiplies by the reciprocal of one, and the scale of some blocks is another then."""
+    with Divisors() as divisors:
+        quantize(torch.tensor(golden_values()), bits, seed=1)
+    assert divisors.found
+    assert all(isinstance(each, torch.Tensor) and each.dim() for each in divisors.found)
 
 
 def hashed(number: int, seed: int) -> float:
