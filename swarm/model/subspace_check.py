@@ -2,9 +2,9 @@
 
 A tiny model of the config is built with the constraint. Three things must hold: cut after every
 layer it equals itself whole, to the bit; whatever its parameters, nothing but `frozen(tokens)` lies
-outside the subspace between two layers (a norm or a dropout behind a projection would put it
-there, a scaled embedding scales the frozen part); and folded into plain parameters it gives the
-logits of the library's own model.
+outside the subspace after any layer (a norm or a dropout behind a projection would put it there, a
+scaled embedding scales the frozen part); and folded into plain parameters it gives the logits of
+the library's own model. And the tiny model must have every kind of layer that the config has.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def check_subspace(config: Any, k: int) -> None:
     """Raises PipelineError with the reason if models of this config leave the subspace."""
     tiny = tiny_config(config)
     try:
-        why = _difference(tiny, min(k, TINY_SUBSPACE))
+        why = _difference(config, tiny, min(k, TINY_SUBSPACE))
     except PipelineError:
         raise
     except Exception as error:  # whatever a family's own code raises
@@ -40,7 +40,7 @@ def check_subspace(config: Any, k: int) -> None:
         raise PipelineError(f"subspace: {config.model_type} cannot have one: {why}", NOT_WRITERS)
 
 
-def _difference(tiny: Any, k: int) -> str:
+def _difference(config: Any, tiny: Any, k: int) -> str:
     def cut_into(stages: int) -> HuggingFacePipeline:
         return HuggingFacePipeline(
             tiny,
@@ -53,6 +53,8 @@ def _difference(tiny: Any, k: int) -> str:
 
     layers = decoder_config(tiny).num_hidden_layers
     pipeline, one = cut_into(layers), cut_into(1)
+    if not _kinds(config, one.anatomy.layers) <= _kinds(tiny, one.anatomy.layers):
+        return "it has layers of a kind that a model of its first few lacks"
     generator = torch.Generator().manual_seed(SEED)
     ids = torch.randint(
         0, decoder_config(tiny).vocab_size, (2, TINY_SEQUENCE + 1), generator=generator
@@ -81,6 +83,12 @@ def _difference(tiny: Any, k: int) -> str:
     return compare(logits, values, batch, stages)
 
 
+def _kinds(config: Any, layers: str) -> set[frozenset[type]]:
+    """What the layers of a model are made of."""
+    stack = build_model(config, empty=True).get_submodule(layers).children()
+    return {frozenset(type(module) for module in layer.modules()) for layer in stack}
+
+
 @torch.no_grad()
 def _disturb(stage: HuggingFaceStage, generator: torch.Generator) -> None:
     """Away from first values, among which norms are 1 and biases 0 and hide what they would do."""
@@ -105,6 +113,9 @@ def _outside(whole: HuggingFaceStage, layers: str, batch: Batch) -> str:
     def hook(place: str) -> Any:
         return lambda module, args: seen(place, args[0])
 
+    def last(module: Any, args: Any, output: Any) -> None:
+        seen(f"layer {len(modules) - 1} adds", output[0] if isinstance(output, tuple) else output)
+
     modules = list(whole.inner.get_submodule(layers).children())
     handles = [
         module.register_forward_pre_hook(
@@ -112,6 +123,7 @@ def _outside(whole: HuggingFaceStage, layers: str, batch: Batch) -> str:
         )
         for index, module in enumerate(modules)
     ]
+    handles.append(modules[-1].register_forward_hook(last))
     whole.train()
     whole.logits((), batch)
     for handle in handles:

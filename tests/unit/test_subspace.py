@@ -23,6 +23,7 @@ from tests.protocol.simulated import OPTIMIZER, Fault, Swarm, plan
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
          "num_attention_heads": 4, "max_position_embeddings": 32}  # fmt: skip
+EXPERTS = {"num_hidden_layers": 5, "num_key_value_heads": 4, "moe_intermediate_size": 32}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {**SIZES, "num_key_value_heads": 2},
@@ -72,6 +73,9 @@ def test_the_check_proves_cuts_containment_and_folding(family: str) -> None:
         ("olmo2", {}, "layer 0 adds"),
         ("mixtral", {"num_local_experts": 4}, "1 projections"),
         ("bloom", {}, "LayerNorm"),
+        # experts, of the last layer of a tiny model alone, and of none of its layers
+        ("deepseek_v3", {**EXPERTS, "first_k_dense_replace": 3}, "layer 3 adds"),
+        ("deepseek_v3", {**EXPERTS, "first_k_dense_replace": 4}, "layers of a kind"),
     ],
 )
 def test_others_are_refused_with_the_reason(family: str, config: dict, said: str) -> None:
