@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from peer.calls import count
 from peer.microbatches import MAX_FAILURES, RETRY_S
 from swarm.agreement import agree
-from swarm.averaging.plan import balanced_shares
+from swarm.averaging.plan import MAX_MEMBERS, balanced_shares, link_rates
 from swarm.errors import RefusedError, StageFailedError, StreamClosedError, WireError
 from swarm.names import brief
 from swarm.net.channel import CallFailedError
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MAX_NORMS = 1 << 20  # parameters in a stage
-RATE_FADES = 0.9
+NEW_RATE = 0.5  # how much the last round weighs beside those before
 MAX_SQUARED = 1e100  # float32 values cannot reach it
 
 
@@ -46,6 +46,7 @@ class Prepared:
     fingerprints: dict[int, str] = field(default_factory=dict)  # what each stage agrees on
     finite: bool = True
     finite_in: dict[int, bool] = field(default_factory=dict)
+    rates: dict[str, list[int]] = field(default_factory=dict)  # by member: how fast others sent
 
     def note(self, stage: int, member: str, body: Mapping[str, Any]) -> None:
         """A member's answer. Raises WireError (nonsense) or RefusedError (not as its twins')."""
@@ -65,6 +66,13 @@ class Prepared:
         self.hashes[stage], self.finite_in[stage], self.norms[stage] = facts
         self.marks.setdefault(stage, {})[member] = mark
         self.finite = self.finite and finite
+
+    def note_rates(self, member: str, body: Mapping[str, Any]) -> None:
+        """How fast the contributions of each member came in at this one. Raises WireError."""
+        rates = body.get("rates")
+        if not isinstance(rates, list) or len(rates) > MAX_MEMBERS:
+            raise WireError("an averaging answer that makes no sense")
+        self.rates[member] = [count(rate) for rate in rates]
 
 
 class Averaging:
@@ -109,6 +117,7 @@ class Averaging:
         if not failed:
             failed = self._compare_states(step, prepared)
         if not failed:
+            self._learn_rates(prepared)
             return prepared
         leader.averaging = False
         for task in calls:
@@ -146,7 +155,7 @@ class Averaging:
                     continue
                 try:
                     prepared.note(stage, member, task.result())
-                    self._note_rates(member, task.result())
+                    prepared.note_rates(member, task.result())
                 except (WireError, RefusedError) as disagreement:
                     failed.append((member, disagreement))
             for task in sorted(pending, key=lambda each: calls[each]):
@@ -161,18 +170,19 @@ class Averaging:
         rates = [self._rates.get(member, (0.0, 0.0)) for member in members]
         return balanced_shares(rates, *self.leader.plan.gradient_bytes)
 
-    def _note_rates(self, member: str, body: Mapping[str, Any]) -> None:
-        """A member's measured rates. A round shows at least what a link can do, so the best of
-        late counts, and fades. Raises WireError."""
-        rates = body.get("rates")
-        if not isinstance(rates, list) or len(rates) != 2:
-            raise WireError("an averaging answer that makes no sense")
-        sent, received = (count(rate) for rate in rates)
-        before = self._rates.get(member, (0.0, 0.0))
-        self._rates[member] = (
-            max(float(sent), before[0] * RATE_FADES),
-            max(float(received), before[1] * RATE_FADES),
-        )
+    def _learn_rates(self, prepared: Prepared) -> None:
+        """What a round has shown of its members' links."""
+        for group in prepared.groups:
+            came = [prepared.rates[member] for member in group.members]
+            if any(len(row) != len(group.members) for row in came):
+                continue
+            for member, new in zip(group.members, link_rates(came), strict=True):
+                old = self._rates.get(member, (0.0, 0.0))
+                sent, received = (
+                    before + (now - before) * NEW_RATE if before and now else now or before
+                    for before, now in zip(old, new, strict=True)
+                )
+                self._rates[member] = (sent, received)
 
     async def _order(
         self, group: Group, member: str, ballot: Ballot, shares: list[int] | None

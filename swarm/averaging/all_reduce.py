@@ -111,7 +111,7 @@ class GroupAllReduce:
         among them), length, dtype, `shares` and `codec`, in any order within `limits.start_s`. The
         sum is taken in the dtype of `local`, in the order of `members`, and rounded to float32
         once; whoever sums which part changes no bit, unless a lossy `codec` rounds what is sent.
-        Returns how fast this member's link was.
+        Returns how fast the contributions of each member came in here.
 
         After it returns, all members that return hold the same bytes in `out`. Raises
         RoundFailedError when a member fails or falls silent; then, and when cancelled, `out` holds
@@ -138,7 +138,7 @@ class GroupAllReduce:
             raise ValueError(f"out has {out.numel()} elements, local {local.numel()}")
         if len(members) == 1:
             await round_alone(local, out)
-            return Rates()
+            return (0,)
         current = Round(round_id, me, plan, data, result, self.limits)
         self._rounds[round_id] = current
         for parked in [p for p in self._parked if p.header["round"] == round_id]:

@@ -163,6 +163,15 @@ def contribution_bytes(num_elements: int, accumulate: str, codec: str) -> int:
     return get_codec(codec).nbytes_bounds("float32", num_elements)[0]
 
 
+def link_rates(came: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
+    """(sent, received) bytes per second of each member, 0 unknown, from what each says of all.
+
+    `came[i][j]`: how fast contributions of j came in at i, measured at the same time as those of
+    and at all others, so that they add up to what a link carries.
+    """
+    return [(sum(row[j] for row in came), sum(came[j])) for j in range(len(came))]
+
+
 def balanced_shares(
     rates: Sequence[tuple[float, float]], contribution: float, result: float
 ) -> list[int] | None:

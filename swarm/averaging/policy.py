@@ -12,7 +12,7 @@ so an aborted attempt costs its time and nothing else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -46,7 +46,7 @@ class Update:
 
     gradient: Tensor  # flat float32, on the state's device
     facts: GradientFacts
-    rates: Rates = field(default_factory=Rates)
+    rates: Rates = ()
 
 
 class UpdatePolicy(Protocol):

@@ -5,42 +5,37 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
 from swarm.net.transport import Stream
 
 MIN_MEASURED_BYTES = 1 << 18
-MAX_RATE = 1 << 39
+MAX_RATE = 1 << 27  # beyond, it is the machine that is measured and not its line
 
-
-class Rates(NamedTuple):
-    """Bytes per second of one member in one round, 0 where it was too short to tell. A link is
-    seldom all that a round waits for, so these are what it can do at least."""
-
-    sent: int = 0
-    received: int = 0
+Rates = tuple[int, ...]  # of a round's members, in their order: bytes/s that came in; 0 unknown
 
 
 class Meter:
-    """Bytes that crossed in one direction, from the beginning of the first to the end of the
-    last."""
+    """How fast a member's contributions come in while they are waited for.
+
+    Who is ahead of the others is not read for a while, and then found in a buffer: that counts as
+    fast, which it is beside those. What the slowest is worth, everybody waits for, so it is
+    measured as it is. (At the sender, bytes are gone as soon as a buffer has them.)
+    """
 
     def __init__(self) -> None:
-        self._bytes, self._first, self._last = 0, math.inf, 0.0
+        self._bytes, self._seconds = 0, 0.0
 
-    def add(self, num_bytes: int, began: float, ended: float) -> None:
+    def add(self, num_bytes: int, seconds: float) -> None:
         self._bytes += num_bytes
-        self._first, self._last = min(self._first, began), max(self._last, ended)
+        self._seconds += seconds
 
     def rate(self) -> int:
-        seconds = self._last - self._first
-        if self._bytes < MIN_MEASURED_BYTES or not 0 < seconds < math.inf:
+        if self._bytes < MIN_MEASURED_BYTES:
             return 0
-        return min(int(self._bytes / seconds), MAX_RATE)
+        return min(int(self._bytes / max(self._seconds, 1e-9)), MAX_RATE)
 
 
 class Count:
@@ -92,6 +87,7 @@ class Link:
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # its stream is no longer served
     seen: tuple[int, ...] = ()
     active_at: float = 0.0
+    meter: Meter = field(default_factory=Meter)
     buffers: np.ndarray = field(default_factory=lambda: np.empty((0, 0)))
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from swarm.averaging.errors import RoundFailedError
 from swarm.averaging.plan import EXACT, Chunk, Plan
-from swarm.averaging.progress import Count, Link, Meter, Rates
+from swarm.averaging.progress import Count, Link, Rates
 from swarm.averaging.sums import decode_chunk, encode_chunk, sum_rounded
 from swarm.errors import StreamClosedError, TransportError, WireError
 from swarm.net.transport import Buffer, Stream
@@ -54,7 +54,6 @@ class Round:
         self._dtype = np.dtype(plan.accumulate)
         self._coded = plan.codec != EXACT
         self._sums: list[Buffer] = []  # of my part, encoded, chunk by chunk
-        self._out_meter, self._in_meter = Meter(), Meter()
         self._num_chunks = plan.num_chunks(self.index)
         self._links = {m: Link(i, m) for i, m in enumerate(plan.members) if m != me}
         self._num_reduced = Count()
@@ -98,20 +97,9 @@ class Round:
             self.ended.set()
 
     def rates(self) -> Rates:
-        """How fast this member sent and received in this round."""
-        return Rates(self._out_meter.rate(), self._in_meter.rate())
-
-    async def _send(self, stream: Stream, parts: Sequence[Buffer]) -> None:
-        clock = asyncio.get_running_loop().time
-        began = clock()
-        await stream.send(parts)
-        self._out_meter.add(sum(len(part) for part in parts), began, clock())
-
-    async def _take(self, stream: Stream, buffer: memoryview) -> None:
-        clock = asyncio.get_running_loop().time
-        began = clock()
-        await stream.receive_into(buffer)
-        self._in_meter.add(len(buffer), began, clock())
+        """How fast each member's contributions came in here."""
+        links = [self._links.get(member) for member in self.plan.members]
+        return tuple(0 if link is None else link.meter.rate() for link in links)
 
     def fail(self, error: RoundFailedError) -> None:
         """End the round here; the first reason is the one that counts."""
@@ -168,9 +156,9 @@ class Round:
             mine = _bytes_of(self._data, chunk, self._dtype.itemsize)
             if self._coded:
                 values = np.frombuffer(mine, self._dtype)
-                await self._send(stream, [encode_chunk(values, self.plan.codec)])
+                await stream.send([encode_chunk(values, self.plan.codec)])
             else:
-                await self._send(stream, [mine])
+                await stream.send([mine])
             link.num_sent += 1
         link.contributed = True
         self._check_done()
@@ -185,11 +173,11 @@ class Round:
             out = _bytes_of(self._result, chunk, 4)
             if self._coded:
                 data = bytearray(self.plan.sum_bytes(chunk.num_elements))
-                await self._take(stream, memoryview(data))
+                await stream.receive_into(memoryview(data))
                 values = decode_chunk(data, chunk.num_elements, self.plan.codec)
                 np.frombuffer(out, np.float32)[:] = values
             else:
-                await self._take(stream, out)
+                await stream.receive_into(out)
         link.collected = True
         self._check_done()
         try:  # it may still give up, because of another member
@@ -203,11 +191,14 @@ class Round:
         raise WireError("more bytes than there are sums")
 
     async def _receive(self, link: Link, stream: Stream) -> None:
-        window = len(link.buffers)
+        window, clock = len(link.buffers), asyncio.get_running_loop().time
         for number, chunk in enumerate(self.plan.chunks(self.index)):
             await self._num_reduced.reach(number + 1 - window)
             size = self.plan.contribution_bytes(chunk.num_elements)
-            await self._take(stream, link.buffers[number % window, :size].data)
+            began = clock()
+            await stream.receive_into(link.buffers[number % window, :size].data)
+            if number:  # the first also waits for the member to begin
+                link.meter.add(size, clock() - began)
             link.num_in.advance()
 
     async def _reply(self, link: Link, stream: Stream) -> None:
@@ -216,7 +207,7 @@ class Round:
             if self.failure is not None:
                 break
             sums = self._sums[number] if self._coded else _bytes_of(self._result, chunk, 4)
-            await self._send(stream, [_SUM, sums])
+            await stream.send([_SUM, sums])
             link.num_sent += 1
         else:
             link.replied = True

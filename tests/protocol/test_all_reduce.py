@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from swarm.averaging.all_reduce import PROTOCOL, GroupAllReduce, Limits, RoundFailedError
-from swarm.averaging.plan import make_plan
-from swarm.averaging.progress import Rates
+from swarm.averaging.plan import CHUNK_ELEMENTS, balanced_shares, link_rates, make_plan
 from swarm.net.memory import MemoryNetwork
 from swarm.sim.virtual_time import run
 from swarm.wire.frames import encode_frame
@@ -26,7 +25,15 @@ NAMES = [f"peer{i}#0000000{i}" for i in range(5)]
 class Group:
     """Members of one network, with their inputs and outputs."""
 
-    def __init__(self, num_members: int, num: int, dtype: torch.dtype, seed: int = 0) -> None:
+    def __init__(
+        self,
+        num_members: int,
+        num: int,
+        dtype: torch.dtype,
+        seed: int = 0,
+        chunk_elements: int = CHUNK,
+    ) -> None:
+        self.chunk_elements = chunk_elements
         self.network = MemoryNetwork(seed=seed, latency_s=0.01)
         self.members = NAMES[:num_members]
         generator = torch.Generator().manual_seed(seed)
@@ -41,7 +48,7 @@ class Group:
 
     def reducer(self, member: str, limits: Limits | None = None) -> GroupAllReduce:
         transport = self.network.transport(member.split("#")[0])
-        made = GroupAllReduce(transport, member, limits=limits, chunk_elements=CHUNK)
+        made = GroupAllReduce(transport, member, limits=limits, chunk_elements=self.chunk_elements)
         made.serve()
         return made
 
@@ -170,12 +177,52 @@ def test_unequal_shares_and_rounds_at_the_same_time() -> None:
                 for m in group.members
             ),
         )
-        assert both == [[None] * 3, Rates(), Rates(), Rates()]  # too little to measure
+        assert both == [[None] * 3, *[(0, 0, 0)] * 3]  # too little to measure
         for member in group.members:
             assert torch.equal(group.out[member], group.expected())
             assert torch.equal(others[member], group.expected())
 
     simulate(lambda: Group(3, 5000, torch.float64), script)
+
+
+@pytest.mark.parametrize(
+    ("uplinks", "gained"),
+    [((20e6, 20e6, 20e6, 5e6), 0.7), ((20e6, 15e6, 10e6, 5e6), 0.85), ((20e6, 19e6, 22e6), 1.01)],
+    ids=["one slow", "all unlike", "much alike"],
+)
+def test_shares_by_what_was_measured_spare_the_slow(
+    uplinks: tuple[float, ...], gained: float
+) -> None:
+    """Buffers hold a good part of a round here, and who is fast waits for who is slow."""
+
+    async def script(group: Group) -> None:
+        peers = [member.split("#")[0] for member in group.members]
+        for peer, rate in zip(peers, uplinks, strict=True):
+            for other in peers:
+                group.network.rates[peer, other] = rate / (len(peers) - 1)
+        took, shares = [], None
+        for number in range(2):
+            began = asyncio.get_running_loop().time()
+            came = await asyncio.gather(
+                *(
+                    group.reducers[m].all_reduce(
+                        f"{number}", group.members, group.local[m], group.out[m], shares=shares
+                    )
+                    for m in group.members
+                )
+            )
+            took.append(asyncio.get_running_loop().time() - began)
+            rates = link_rates(came)
+            slowest = min(range(len(peers)), key=lambda n: uplinks[n])
+            assert rates[slowest][0] * 8 == pytest.approx(uplinks[slowest], rel=0.1)
+            assert rates[slowest][0] == min(sent for sent, _ in rates)
+            shares = balanced_shares(rates, 4, 4)
+        assert took[1] <= gained * took[0], took
+
+    def group() -> Group:
+        return Group(len(uplinks), 1_500_000, torch.float32, chunk_elements=CHUNK_ELEMENTS)
+
+    simulate(group, script)
 
 
 def test_overflow_and_nan_travel() -> None:

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swarm.averaging.plan import FIRST_ELEMENTS, balanced_shares, chunk_sizes, make_plan, split
+from peer.averaging import Averaging, Prepared
+from swarm.averaging.plan import (
+    FIRST_ELEMENTS,
+    balanced_shares,
+    chunk_sizes,
+    link_rates,
+    make_plan,
+    split,
+)
+from swarm.errors import WireError
+from swarm.step import Group
 
 
 @given(st.integers(0, 10_000), st.lists(st.integers(0, 9), min_size=1, max_size=7), st.data())
@@ -121,3 +134,33 @@ def test_shares_never_make_it_slower(
     assert all(0 <= share <= 1024 for share in shares)
     assert times(shares, bounded, *sizes) <= 1.02 * times([1] * len(rates), bounded, *sizes)
     split(1000, shares)
+
+
+def test_a_link_is_what_comes_from_it_and_to_it_together() -> None:
+    came = [(0, 30, 10), (20, 0, 10), (0, 0, 0)]  # the third sums nothing
+    assert link_rates(came) == [(20, 40), (30, 30), (20, 0)]
+
+
+def test_the_leader_learns_links_round_by_round() -> None:
+    leader: Any = SimpleNamespace(plan=SimpleNamespace(gradient_bytes=(4.0, 4.0)))
+    averaging = Averaging(leader)
+    members = ("a", "b", "c")
+
+    def round_of(*rows: list[int]) -> None:
+        prepared = Prepared([Group(0, members, {})], 0.0)
+        for member, row in zip(members, rows, strict=True):
+            prepared.note_rates(member, {"rates": row})
+        averaging._learn_rates(prepared)
+
+    assert averaging._shares(members) is None
+    round_of([0, 8_000, 1_000], [8_000, 0, 1_000], [8_000, 8_000, 0])
+    shares = averaging._shares(members)
+    assert shares is not None
+    assert shares[2] < shares[0] == shares[1]
+    round_of([0, 8_000, 3_000], [8_000, 0, 3_000], [0, 0, 0])
+    assert averaging._rates["c"] == (4_000.0, 16_000.0)  # half way; nothing new of what it gets
+    round_of([], [], [])  # of a policy that does not measure
+    assert averaging._rates["c"] == (4_000.0, 16_000.0)
+    for odd in (None, [-1, 0, 0], [0.5], ["x"], [1 << 63], [0] * 1025):
+        with pytest.raises(WireError):
+            Prepared([], 0.0).note_rates("a", {"rates": odd})
