@@ -100,9 +100,10 @@ def build_model(config: Any, *, empty: bool) -> Any:
             return AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, trust_remote_code=False
             )
-        except (ValueError, TypeError, AttributeError, RuntimeError, ImportError) as error:
+        except Exception as error:  # each family checks in its own way, or not at all
+            reason = f"{type(error).__name__}: {error}"
             raise PipelineError(
-                f"cannot build a {config.model_type} model: {error}", "check [model.config]"
+                f"cannot build a {config.model_type} model: {reason}", "check [model.config]"
             ) from error
 
 

@@ -1,8 +1,10 @@
-"""The proof, at run creation, that a config can be cut: a tiny model of it, whole and in stages.
+"""The proofs, at run creation, that a config runs and that it can be cut.
 
-Cut after every layer, it must draw the same first weights and give the same logits, loss and
-gradients, bit for bit. Key/value sharing between layers, recurrent state carried past layers and
-the like fail here, with the first thing that differed as the reason.
+It runs: shapes alone go through the whole model, since sizes that do not fit each other are found
+by some families only in their forward. It can be cut: a tiny model of it, cut after every layer,
+must draw the same first weights and give the same logits, loss and gradients as whole, bit for
+bit. Key/value sharing between layers, recurrent state carried past layers and the like fail here,
+with the first thing that differed as the reason.
 """
 
 from __future__ import annotations
@@ -20,6 +22,33 @@ from swarm.model.huggingface import HuggingFacePipeline, token_loss
 from swarm.model.stage import Batch, backward
 
 SEED = 1
+
+
+def check_runs(config: Any, sequence: int) -> None:
+    """Raises PipelineError with the reason if a forward of `sequence` tokens fails.
+
+    On the meta device, so it costs neither memory nor time. A family whose tiny model does not run
+    there (its operations depend on the data) is not checked.
+    """
+    if _failure(tiny_config(config), TINY_SEQUENCE) == "":
+        why = _failure(config, sequence)
+        if why:
+            raise PipelineError(
+                f"a {config.model_type} of these sizes does not run: {why}", "check [model.config]"
+            )
+
+
+def _failure(config: Any, sequence: int) -> str:
+    """What a training forward on the meta device raises; empty if nothing."""
+    model = build_model(config, empty=True).to("meta").train()
+    tokens = torch.zeros(1, sequence, dtype=torch.long, device="meta")
+    mask = torch.zeros(1, 1, sequence, sequence, device="meta")  # making one looks at its values
+    try:
+        with torch.no_grad():
+            model(input_ids=tokens, attention_mask=mask, use_cache=False)
+    except Exception as error:  # whatever a family's own code raises
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def check_splittable(config: Any) -> None:

@@ -80,7 +80,10 @@ def inline_config(values: dict[str, Any], vocab_size: int) -> Any:
     try:
         return family(**values)
     except Exception as error:  # each family checks in its own way
-        raise ConfigError(f"[model.config] is no valid {model_type} config: {error}") from error
+        reason = str(error).strip().rpartition("\n")[2].strip()  # before it: which of its checks
+        raise ConfigError(
+            f"[model.config] is no valid {model_type} config: {reason}", "change that setting"
+        ) from error
 
 
 def pretrained_config(directory: str | Path) -> Any:

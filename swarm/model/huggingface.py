@@ -249,11 +249,12 @@ class HuggingFacePipeline(ModelPipeline):
         return math.prod(batch["targets"].shape)
 
     def check(self) -> None:
-        """Raises PipelineError unless a tiny model, cut after every layer, equals itself whole,
-        and unless its residual stream stays in the subspace, if it has one."""
-        if self.num_stages > 1:
-            from swarm.model.hf_check import check_splittable
+        """Raises PipelineError unless the sizes fit each other, a tiny model, cut after every
+        layer, equals itself whole, and its residual stream stays in the subspace, if it has one."""
+        from swarm.model.hf_check import check_runs, check_splittable
 
+        check_runs(self.config, self.batch_spec["tokens"].shape[1])
+        if self.num_stages > 1:
             check_splittable(self.config)
         if self.basis is not None:
             from swarm.model.subspace_check import check_subspace

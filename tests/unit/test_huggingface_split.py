@@ -167,6 +167,18 @@ def test_the_check_refuses_layers_that_share_keys() -> None:
         check_splittable(inline_config({"model_type": "gemma3n_text"}, 256))
 
 
+@pytest.mark.parametrize("stages", [1, 3])
+def test_sizes_that_do_not_fit_each_other_are_refused(stages: int) -> None:
+    # The family's own checks let it pass, and a tiny model of it has other sizes.
+    values = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 3,
+              "num_attention_heads": 4, "num_key_value_heads": 3}  # fmt: skip
+    pipeline = HuggingFacePipeline(
+        inline_config(values, 64), num_stages=stages, microbatch_size=2, sequence=8, seed=0
+    )
+    with pytest.raises(PipelineError, match=r"llama of these sizes does not run: RuntimeError"):
+        pipeline.check()
+
+
 def test_the_check_notices_a_wrong_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     from swarm.model import hf_carve
 
