@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 import torch
 from _helpers import print_results, result
+from matplotlib.figure import Figure
 from torch import Tensor
 
 from peer.launch import plan_of
@@ -50,6 +51,7 @@ from swarm.wire.codecs import WireTensor, decode
 
 STAGES, SEQUENCE, SIZE, MICROBATCHES = 3, 128, 4, 8
 STEP_TOKENS = SEQUENCE * SIZE * MICROBATCHES
+SMOOTHED = 20  # steps
 SUBSPACES, HIDDEN = ("subspace-8", "subspace-16", "subspace-32", "subspace-64"), (128, 256, 384)
 GOALS = {"int8": 0.005, "int4": 0.01, "delayed": 0.005, "subspace-32": 0.02}  # at hidden 128
 SHORT = ("exact", "int8", "int4", "delayed", "subspace-32")
@@ -244,6 +246,41 @@ def show(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return results
 
 
+def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """As a picture: loss over tokens at the least hidden size (seed 0), and the gaps over k."""
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    least = min(run["hidden"] for run in runs)
+    for each in runs:
+        if each["hidden"] == least and each["seed"] == 0:
+            means = np.convolve(each["losses"], np.ones(SMOOTHED) / SMOOTHED, mode="valid")
+            tokens = (np.arange(len(means)) + SMOOTHED) * STEP_TOKENS / 1e6
+            left.plot(tokens, means, linewidth=1, label=each["setting"])
+    left.set(
+        xlabel="million tokens", ylabel="training loss", title=f"hidden {least}", ylim=(1.4, 2.6)
+    )
+    left.legend(fontsize="small")
+    exact = {(r["hidden"], r["seed"]): r["validation"] for r in runs if r["setting"] == "exact"}
+    for hidden in sorted({run["hidden"] for run in runs}):
+        gaps: dict[int, list[float]] = {}
+        for each in runs:
+            _, narrow, k = each["setting"].partition("subspace-")
+            if narrow and each["hidden"] == hidden and (hidden, each["seed"]) in exact:
+                gap = each["validation"] / exact[hidden, each["seed"]] - 1
+                gaps.setdefault(int(k), []).append(100 * gap)
+        if gaps:
+            means = [statistics.fmean(gaps[k]) for k in sorted(gaps)]
+            right.plot(sorted(gaps), means, marker="o", label=f"hidden {hidden}")
+    right.axhline(
+        100 * GOALS["subspace-32"], color="0.6", linestyle=":", label="goal at hidden 128"
+    )
+    right.set(xlabel="k", ylabel="gap of validation loss, %", title="subspace against exact")
+    right.set_xscale("log", base=2)
+    right.set_ylim(bottom=0)
+    right.legend(fontsize="small")
+    figure.savefig(path, dpi=110)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("directory", type=Path, nargs="?", default=Path("runs/convergence"))
@@ -255,6 +292,8 @@ def main() -> None:
     parser.add_argument("--validation-tokens", type=int, default=204_800)
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--show", action="store_true", help="only what is in DIR; run nothing")
+    parser.add_argument("--plot", type=Path, help="also draw it, as PNG")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     wanted = [(int(h), s) for h in options.hidden.split(",") for s in options.settings.split(",")]
@@ -264,7 +303,11 @@ def main() -> None:
     runs: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     options.directory.mkdir(parents=True, exist_ok=True)
-    for seed in range(options.seeds):
+    if options.show:
+        found = sorted(options.directory.glob(f"*-t{options.tokens}.json"))
+        runs = [json.loads(path.read_text()) for path in found]
+        results = show(runs)
+    for seed in range(0 if options.show else options.seeds):
         for hidden, setting in wanted:
             name = f"{setting.replace('/', '+')}-h{hidden}-s{seed}-t{options.tokens}"
             path = options.directory / f"{name}.json"
@@ -272,6 +315,8 @@ def main() -> None:
                 run(path, setting, hidden, seed, options)
             runs.append(json.loads(path.read_text()))
         results = show(runs)
+    if options.plot:
+        plot(runs, options.plot)
     print_results("convergence", results)
 
 
