@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from swarm.errors import PipelineError
-from swarm.model.hf_carve import build_model
+from swarm.model.hf_carve import build_model, find_layers
 from swarm.model.hf_config import TINY_SEQUENCE, decoder_config, tiny_config
 from swarm.model.huggingface import HuggingFacePipeline, token_loss
 from swarm.model.stage import Batch, backward
@@ -28,14 +28,23 @@ def check_runs(config: Any, sequence: int) -> None:
     """Raises PipelineError with the reason if a forward of `sequence` tokens fails.
 
     On the meta device, so it costs neither memory nor time. A family whose tiny model does not run
-    there (its operations depend on the data) is not checked.
+    there (its operations depend on the data) is not checked, nor is a model that has layers of
+    kinds that its tiny one lacks.
     """
-    if _failure(tiny_config(config), TINY_SEQUENCE) == "":
+    tiny = tiny_config(config)
+    if kinds_of_layers(config) <= kinds_of_layers(tiny) and not _failure(tiny, TINY_SEQUENCE):
         why = _failure(config, sequence)
         if why:
             raise PipelineError(
                 f"a {config.model_type} of these sizes does not run: {why}", "check [model.config]"
             )
+
+
+def kinds_of_layers(config: Any) -> set[frozenset[type]]:
+    """What each layer of a model is made of."""
+    model = build_model(config, empty=True)
+    layers = model.get_submodule(find_layers(model, decoder_config(config).num_hidden_layers))
+    return {frozenset(type(module) for module in layer.modules()) for layer in layers.children()}
 
 
 def _failure(config: Any, sequence: int) -> str:

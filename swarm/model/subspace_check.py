@@ -16,7 +16,7 @@ from torch import Tensor
 
 from swarm.errors import PipelineError
 from swarm.model.hf_carve import build_model
-from swarm.model.hf_check import SEED, compare
+from swarm.model.hf_check import SEED, compare, kinds_of_layers
 from swarm.model.hf_config import TINY_SEQUENCE, decoder_config, tiny_config
 from swarm.model.huggingface import HuggingFacePipeline, HuggingFaceStage
 from swarm.model.stage import Batch
@@ -53,7 +53,7 @@ def _difference(config: Any, tiny: Any, k: int) -> str:
 
     layers = decoder_config(tiny).num_hidden_layers
     pipeline, one = cut_into(layers), cut_into(1)
-    if not _kinds(config, one.anatomy.layers) <= _kinds(tiny, one.anatomy.layers):
+    if not kinds_of_layers(config) <= kinds_of_layers(tiny):
         return "it has layers of a kind that a model of its first few lacks"
     generator = torch.Generator().manual_seed(SEED)
     ids = torch.randint(
@@ -81,12 +81,6 @@ def _difference(config: Any, tiny: Any, k: int) -> str:
     if not close:
         return "its logits differ when folded into a plain model"
     return compare(logits, values, batch, stages)
-
-
-def _kinds(config: Any, layers: str) -> set[frozenset[type]]:
-    """What the layers of a model are made of."""
-    stack = build_model(config, empty=True).get_submodule(layers).children()
-    return {frozenset(type(module) for module in layer.modules()) for layer in stack}
 
 
 @torch.no_grad()
