@@ -3,13 +3,14 @@
 On a GPU received tensors land in pinned memory and are copied on a stream of their own as soon as
 they arrive, so the copy of the next microbatch overlaps the kernels of this one; the compute
 stream waits for the copy, not the host. On a CPU there is nothing to move: decoding is part of the
-compute task that needs the tensors, and so is decompression everywhere, since it is work and not
-transfer.
+compute task that needs the tensors, and so is decompression everywhere (on a GPU into pinned
+memory), since it is work and not transfer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -65,7 +66,7 @@ def allocator(device: str) -> Callable[[int], Tensor]:
     """Where received bytes should land for this device: pinned memory for a GPU."""
     if not device.startswith("cuda"):
         return allocate_bytes
-    return lambda num_bytes: torch.empty(num_bytes, dtype=torch.uint8, pin_memory=num_bytes > 0)
+    return partial(allocate_bytes, pinned=True)
 
 
 def settle(device: torch.device) -> None:

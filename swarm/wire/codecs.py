@@ -152,7 +152,8 @@ def check_meta(meta: TensorMeta) -> None:
     if len(meta.shape) > MAX_DIMS or any(not 0 <= n <= MAX_TENSOR_BYTES for n in meta.shape):
         raise WireError("tensor shape out of bounds")
     numel = math.prod(meta.shape)
-    if numel * ITEM_BYTES[meta.dtype] > MAX_TENSOR_BYTES:
+    extent = math.prod(n or 1 for n in meta.shape)  # torch refuses what overflows, empty or not
+    if extent * ITEM_BYTES[meta.dtype] > MAX_TENSOR_BYTES:
         raise WireError("tensor too large")
     codec = get_codec(meta.codec)
     if not codec.accepts(meta.dtype):
@@ -176,9 +177,10 @@ def is_lossless(codec: str, dtype: str) -> bool:
 # Tensors as little-endian bytes ------------------------------------------------------------------
 
 
-def allocate_bytes(num_bytes: int) -> torch.Tensor:
-    """Fresh uint8 CPU memory from torch's allocator, 64-byte aligned, not initialised."""
-    return torch.empty(num_bytes, dtype=torch.uint8)
+def allocate_bytes(num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
+    """Fresh uint8 CPU memory from torch's allocator, 64-byte aligned, not initialised; `pinned`
+    for what a GPU is to copy."""
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned and num_bytes > 0)
 
 
 def bytes_view(memory: torch.Tensor) -> memoryview:
@@ -341,7 +343,7 @@ class ZstdCodec:
     def decode(self, wire: WireTensor, device: torch.device) -> torch.Tensor:
         meta = wire.meta
         size, _ = self.plain.nbytes_bounds(meta.dtype, math.prod(meta.shape))
-        memory = allocate_bytes(size)
+        memory = allocate_bytes(size, pinned=device.type == "cuda")
         if size:
             item = self.plain.item_bytes(meta.dtype)
             planes = np.frombuffer(_decompress(wire.data, size), np.uint8).reshape(item, -1)

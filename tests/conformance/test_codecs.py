@@ -68,6 +68,8 @@ def _check_round_trip(name: str, tensor: torch.Tensor) -> None:
     assert wire.raw_bytes == tensor.numel() * tensor.element_size()
     assert wire.wire_bytes == len(wire.data)
     assert bytes(encode(tensor, name).data) == bytes(wire.data), "not deterministic"
+    drawn = [bytes(encode(tensor, name, seed=7).data) for _ in range(2)]
+    assert drawn[0] == drawn[1], "not deterministic with a seed"
     got = decode(wire)
     assert (got.dtype, got.shape) == (tensor.dtype, tensor.shape)
     assert got.data_ptr() % 64 == 0
@@ -122,6 +124,9 @@ def _check_hostile(wire: WireTensor) -> None:
     for shape in ((40, 8), (40, 9, 2), (-40, -9), (1 << 62, 1 << 62), (1,) * 17, ()):
         with pytest.raises(WireError):
             decode(WireTensor(meta._replace(shape=shape), data))
+    for shape in ((1 << 40, 1 << 40, 0), (0, *[1 << 40] * 15)):  # no values, and yet too large
+        with pytest.raises(WireError):
+            decode(WireTensor(meta._replace(shape=shape, nbytes=0), b""))
     changes: tuple[dict[str, Any], ...] = (
         {"dtype": "float128"},
         {"dtype": ""},

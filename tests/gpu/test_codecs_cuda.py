@@ -1,4 +1,4 @@
-"""int8 and int4 on a GPU: the bytes and the values of the CPU."""
+"""Codecs on a GPU: the bytes and the values of the CPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from swarm.wire.blocks import dequantize, quantize
+from swarm.wire.codecs import codec_names, decode, encode
 
 pytestmark = [
     pytest.mark.gpu,
@@ -27,3 +28,14 @@ def test_cpu_and_gpu_write_the_same_bytes(bits: int, seed: int | None) -> None:
     finite = ~dequantize(here, values.numel(), bits).isnan()  # NaN has many bit patterns
     expected = dequantize(here, values.numel(), bits).view(torch.int32)
     assert torch.equal(back[finite], expected[finite])
+
+
+@pytest.mark.parametrize("name", codec_names())
+@pytest.mark.parametrize("shape", [(0,), (3, 1000)])
+def test_a_codec_does_on_the_gpu_what_it_does_here(name: str, shape: tuple[int, ...]) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    here, there = encode(values, name), encode(values.cuda(), name)
+    assert bytes(here.data) == bytes(there.data)
+    got = decode(there, "cuda")
+    assert got.device.type == "cuda"
+    assert torch.equal(got.cpu(), decode(here))
