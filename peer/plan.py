@@ -17,7 +17,7 @@ from swarm.words import count_text
 
 GIB = 2**30
 FLOPS_PER_COST = 6  # a multiply and an add, forward, and twice that backward
-HELD_PER_LAYER = 12  # tensors as large as the boundary that a layer holds for its backward
+HELD_PER_LAYER = 12  # tensors as large as the hidden states that a layer holds for its backward
 
 
 class _Machine(BaseModel):
@@ -97,8 +97,12 @@ def work_of(config: RunConfig) -> Work:
         for stage in range(len(costs))
     )
     boundary = pipeline.boundary(0) if len(costs) > 1 else ()
+    full = boundary  # what a layer holds is not thinner in a subspace
+    if boundary and config.model.subspace is not None:
+        wide = apart.model_copy(update={"subspace": None})
+        full = build_pipeline(config.model_copy(update={"model": wide})).boundary(0)
     held = 1 if config.model.recompute else HELD_PER_LAYER
-    per_layer = held * sum(spec.num_bytes for spec in boundary)
+    per_layer = held * sum(spec.num_bytes for spec in full)
     return Work(
         flops=tuple(float(FLOPS_PER_COST * cost * tokens) for cost in costs),
         parameters=parameters,

@@ -9,7 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from peer.cli.swarm_program import app
-from peer.plan import read_machines
+from peer.plan import read_machines, work_of
+from swarm.config import parse_config
+from swarm.config_text import DEMO_MODEL
 from swarm.errors import ConfigError
 from swarm.placement.proposal import Device, Work, place, propose
 
@@ -79,6 +81,16 @@ def test_the_command_proposes_for_a_run(tmp_path: Path) -> None:
     text = CliRunner().invoke(app, words).output
     assert "cut = [" in text
     assert "tokens/s" in text
+
+
+def test_a_subspace_makes_boundaries_thin_and_not_what_layers_hold() -> None:
+    def described(**more: int) -> Work:
+        model = {"stages": 2, "config": DEMO_MODEL, **more}
+        return work_of(parse_config({"model": model, "schedule": {"steps": 1}}))
+
+    plain, thin = described(), described(subspace=8)
+    assert thin.boundary_values == plain.boundary_values * 8 // DEMO_MODEL["hidden_size"]
+    assert thin.activation_bytes == plain.activation_bytes
 
 
 def test_mistakes_in_the_machines_are_named(tmp_path: Path) -> None:
