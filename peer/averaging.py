@@ -18,6 +18,7 @@ from peer.calls import count
 from peer.microbatches import MAX_FAILURES, RETRY_S
 from swarm.agreement import agree
 from swarm.averaging.plan import MAX_MEMBERS, balanced_shares, link_rates
+from swarm.averaging.progress import MAX_RATE
 from swarm.errors import RefusedError, StageFailedError, StreamClosedError, WireError
 from swarm.names import brief
 from swarm.net.channel import CallFailedError
@@ -72,7 +73,7 @@ class Prepared:
         rates = body.get("rates")
         if not isinstance(rates, list) or len(rates) > MAX_MEMBERS:
             raise WireError("an averaging answer that makes no sense")
-        self.rates[member] = [count(rate) for rate in rates]
+        self.rates[member] = [min(count(rate), MAX_RATE) for rate in rates]
 
 
 class Averaging:

@@ -12,7 +12,7 @@ import numpy as np
 from swarm.net.transport import Stream
 
 MIN_MEASURED_BYTES = 1 << 18
-MAX_RATE = 1 << 27  # beyond, it is the machine that is measured and not its line
+MAX_RATE = 1 << 25  # of one stream; beyond, it is the machine that is measured and not its line
 
 Rates = tuple[int, ...]  # of a round's members, in their order: bytes/s that came in; 0 unknown
 
