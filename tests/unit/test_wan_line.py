@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
+from benchmarks.wan._namespaces import LabError, require_root
 from benchmarks.wan._profiles import BUFFER_S, PROFILES, Line, Profile, Way
 
 
@@ -37,3 +40,9 @@ def test_jitter_delays_and_keeps_the_order() -> None:
     arrivals = [way.travel(0.001 * n) or 0.0 for n in range(500)]
     assert arrivals == sorted(arrivals)
     assert max(at - 0.001 * n for n, at in enumerate(arrivals)) == pytest.approx(0.06, rel=0.1)
+
+
+def test_the_lab_says_that_it_needs_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(LabError, match="needs root: run it with sudo"):
+        require_root()
