@@ -20,6 +20,7 @@ from torch import Tensor
 from peer.leader import Batches, Plan, StepResult
 from peer.snapshots import Snapshot
 from swarm.delayed_state import new_state
+from swarm.errors import StageFailedError, SwarmError
 from swarm.model.layout import model_sha256
 from swarm.model.stage import ModelPipeline
 from swarm.optim import OptimizerSettings, clip_scale
@@ -57,9 +58,19 @@ class Baseline:
         self.first_step = snapshot.step
 
     def steps(self, num_steps: int) -> Iterator[StepResult]:
-        """Train, yielding each step's result; `wall_s` is real time."""
+        """Train, yielding each step's result; `wall_s` is real time.
+
+        Raises StageFailedError with what the model raised, as a swarm does.
+        """
         for step in range(self.first_step, num_steps):
-            yield self._step(step)
+            try:
+                result = self._step(step)
+            except SwarmError:
+                raise
+            except Exception as error:  # whatever a user's own modules raise
+                what = f"the model failed in step {step}: {type(error).__name__}: {error}"
+                raise StageFailedError(what, "--debug shows where") from error
+            yield result
 
     def _step(self, step: int) -> StepResult:
         began = time.perf_counter()
