@@ -21,7 +21,7 @@ class Status:
         self.leader: Leader | None = None  # None: another trainer leads
         self.link = ""
         self.parent: Mapping[str, Any] | None = None  # the run this one goes on from
-        self._last_rows: list[Mapping[str, Any]] | None = None
+        self._last: tuple[list[Mapping[str, Any]], dict[str, Any]] | None = None
         self.state, self.reason = "waiting", "waiting for peers"
         self.losses: deque[tuple[int, float]] = deque(maxlen=RECENT)
         self.validation_loss: float | None = None
@@ -101,7 +101,7 @@ class Status:
             },
             "num_stages": self.shape.num_stages,
             "replicas": self.rows(),
-            "placement": leader.rebalancing.as_dict() if leader else {},
+            "placement": self.placement(),
             "bytes": {
                 "boundaries": self.boundaries(),
                 "leader_per_token": leader.sent_bytes / max(self.tokens, 1) if leader else 0.0,
@@ -124,16 +124,22 @@ class Status:
         return f"waiting for a peer in stage {stage}, whose state is lost: then from the checkpoint"
 
     def finish(self) -> None:
-        """The run is over: who served to the end stays in the picture."""
-        self._last_rows = self.rows()
+        """The run is over: who served to the end, and what they reached, stays in the picture."""
+        self._last = self.rows(), self.placement()
         self.state, self.reason = "finished", ""
 
     def rows(self) -> list[Mapping[str, Any]]:
         """One row a replica."""
-        if self._last_rows is not None:
-            return self._last_rows
+        if self._last is not None:
+            return self._last[0]
         leader = self.leader
         return [self._row(leader, member) for member in leader.members] if leader else []
+
+    def placement(self) -> dict[str, Any]:
+        """What each stage reaches, and where peers go."""
+        if self._last is not None:
+            return self._last[1]
+        return self.leader.rebalancing.as_dict() if self.leader else {}
 
     @staticmethod
     def _row(leader: Leader, member: Member) -> Mapping[str, Any]:

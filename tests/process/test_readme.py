@@ -83,6 +83,8 @@ def test_your_own_run(run: Callable[..., Command], tmp_path: Path) -> None:
     assert "finished" in said["status"].out
     assert f"step {LEARNING} of {LEARNING}" in said["status"].out
     assert all(f"stage {stage}" in said["status"].out for stage in range(3))
+    placement = json.loads((tmp_path / run_dir(said) / "status.json").read_text())["placement"]
+    assert min(placement["stages"]) > 0, "what they reached stays when they have left"
     assert (tmp_path / "model" / "config.json").is_file()
     assert said["generate"].out.startswith("def ")
     assert len(said["generate"].out) > 50
