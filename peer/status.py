@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
+from peer.interrupt import until_interrupted
 from swarm.errors import JoinError
 
 STALE_S = 10.0
@@ -31,7 +31,7 @@ def show_status(where: str | None, *, as_json: bool) -> None:
             "no swarm is named and none was joined before", "swarm status LINK, or a run directory"
         )
     if where.startswith("swarm://"):
-        status = asyncio.run(_ask_status(where))
+        status = until_interrupted(_ask_status(where))
     else:
         found = read_status(Path(where) / "status.json")
         if found is None:
