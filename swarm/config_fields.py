@@ -307,7 +307,8 @@ class WireSection(Section):
     boundaries: Annotated[tuple[BoundarySection, ...], BeforeValidator(_list_to_tuple)] = Field(
         default=(),
         max_length=1023,
-        description="Other codecs for single boundaries; boundary 0 lies between stages 0 and 1.",
+        description="Other codecs for single boundaries, each a table of boundary, forward and "
+        "backward, the last two as above; boundary 0 lies between stages 0 and 1.",
     )
     rounding: Literal["nearest", "stochastic"] = Field(
         default="nearest",
