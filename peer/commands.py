@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peer.cli.checks import check_addresses
+from peer.cli.checks import check_addresses, check_device_name
 from peer.interrupt import until_interrupted
 from peer.places import data_home, fresh_directory, is_free, run_directory, tcp_ports
 from swarm.config import RunConfig, canonical_bytes, load_config, with_trainers
@@ -167,7 +167,9 @@ def config_in(run_dir: Path) -> RunConfig:
     try:
         data = (run_dir / "run.json").read_bytes()
     except OSError as error:
-        raise StorageError(f"cannot read {run_dir}: {error.strerror}") from None
+        raise StorageError(
+            f"cannot read {run_dir}: {error.strerror}", "give a run directory that you may read"
+        ) from None
     return from_canonical(data, run_id_of(data))
 
 
@@ -274,6 +276,7 @@ def run_locally(
     from peer.local import LocalSwarm, num_cores, parse_peers
     from peer.show import follow
 
+    check_device_name(device)
     config = load_config(run)
     default = dict.fromkeys(range(config.model.stages), 1)
     counts = default if peers is None else parse_peers(peers)
@@ -399,9 +402,15 @@ def evaluate_export(directory: Path, run: Path, microbatches: int) -> dict[str, 
     from swarm.model.generate import evaluate, load_exported
 
     config = load_config(run)
+    if config.model.pipeline is not None:
+        raise ConfigError(
+            f"{run} trains {config.model.pipeline}, which is no language model",
+            "name the run.toml of a Hugging Face run",
+        )
     progress = Console(stderr=True, highlight=False, quiet=not sys.stderr.isatty())
     progress.print("loading the model")
     model = load_exported(directory)
+    _check_fits(model, config)
     progress.print("checking data and model")
     config = stamp(config, "eval")
     with contextlib.closing(open_data(config)) as dataset:
@@ -411,3 +420,21 @@ def evaluate_export(directory: Path, run: Path, microbatches: int) -> dict[str, 
         )
         result = evaluate(model, batches)
     return {"loss": result.loss, "perplexity": result.perplexity, "tokens": result.tokens}
+
+
+def _check_fits(model: Any, config: RunConfig) -> None:
+    """Raises ConfigError where the run's data has tokens or sequences that the model cannot take.
+
+    Torch would say "index out of range".
+    """
+    text = model.config.get_text_config(decoder=True)
+    positions = getattr(text, "max_position_embeddings", None) or config.data.sequence
+    for what, has, wanted in (
+        ("tokens", text.vocab_size, config.data.vocab_size),
+        ("positions", positions, config.data.sequence),
+    ):
+        if has < wanted:
+            raise ConfigError(
+                f"the run's data needs {wanted} {what}, the model has {has}",
+                "name the run.toml that it was trained with",
+            )

@@ -49,7 +49,7 @@ class FileDisk:
             directory.mkdir(parents=True, exist_ok=True)
             self._lock = open(directory / "trainer.lock", "w")  # noqa: SIM115 (held for life)
         except OSError as error:
-            raise StorageError(f"cannot use {directory}: {error.strerror}") from None
+            raise _unusable(directory, error) from None
         try:
             self._read(directory)
         except StorageError:
@@ -65,7 +65,7 @@ class FileDisk:
                 f"another process leads with the data in {directory}", "stop it, or wait for it"
             ) from None
         except OSError as error:
-            raise StorageError(f"cannot use {directory}: {error.strerror}") from None
+            raise _unusable(directory, error) from None
         if data:
             try:
                 value = msgpack.unpackb(data)
@@ -97,6 +97,12 @@ class FileDisk:
 
     def close(self) -> None:
         self._lock.close()
+
+
+def _unusable(directory: Path, error: OSError) -> StorageError:
+    return StorageError(
+        f"cannot use {directory}: {error.strerror}", "choose another directory with --dir"
+    )
 
 
 def write_durably(path: Path, data: bytes) -> None:

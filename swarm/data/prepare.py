@@ -26,7 +26,7 @@ from typing import Any
 
 from swarm.data import sources
 from swarm.data.shards import SHARD_BYTES, Part, PartWriter, intact
-from swarm.data.sources import SourceFile
+from swarm.data.sources import UNREADABLE, SourceFile
 from swarm.data.tokenizer import (
     TOKENIZER_FILE,
     Tokenizer,
@@ -218,7 +218,7 @@ def _hashed(root: Path, source: str, path: str | None) -> tuple[list[SourceFile]
                 digest = hashlib.file_digest(stream, "sha256").hexdigest()
                 stat = os.fstat(stream.fileno())
         except OSError as error:
-            raise DataError(f"cannot read {file}: {error.strerror}") from None
+            raise DataError(f"cannot read {file}: {error.strerror}", UNREADABLE) from None
         newest = max(newest, stat.st_mtime)
         files.append(SourceFile(file, digest, stat.st_size))
     if newest < time.time() - _RACY_S:  # the file system's clock, not the protocol's
@@ -233,7 +233,7 @@ def _stamp(paths: list[Path]) -> str:
         try:
             stat = path.stat()
         except OSError as error:
-            raise DataError(f"cannot read {path}: {error.strerror}") from None
+            raise DataError(f"cannot read {path}: {error.strerror}", UNREADABLE) from None
         line = [str(path.absolute()), stat.st_size, stat.st_mtime_ns, stat.st_ino]
         digest.update(json.dumps(line).encode())
     return digest.hexdigest()

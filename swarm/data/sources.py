@@ -20,6 +20,7 @@ from typing import BinaryIO, NamedTuple
 from swarm.errors import DataError
 
 VALIDATION_SHARE = 0.05
+UNREADABLE = "make it readable, or choose other data"
 _FEW_FILES = 100  # below, every text file is cut; from here on whole files are dealt
 _BLOCK_BYTES = 2**20
 _MAX_LINE_BYTES = 2**28
@@ -190,7 +191,7 @@ def _open(path: Path) -> BinaryIO:
     try:
         return path.open("rb")
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from None
+        raise DataError(f"cannot read {path}: {error.strerror}", UNREADABLE) from None
 
 
 def _sha256(data: bytes) -> str:

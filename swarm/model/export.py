@@ -50,13 +50,14 @@ def export_model(
         name: tensors[name].detach().to("cpu", torch.float32).contiguous()
         for name in pipeline.key_order
     }
-    if target.exists() and any(target.iterdir()) and not _is_export(target):
-        raise StorageError(f"{target} is not empty", "choose another directory for the export")
+    elsewhere = "choose another directory for the export"
     try:
+        if target.exists() and any(target.iterdir()) and not _is_export(target):
+            raise StorageError(f"{target} is not empty", elsewhere)
         target.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     except OSError as error:
-        raise StorageError(f"cannot write to {target.parent}: {error.strerror}") from error
+        raise StorageError(f"cannot write {target}: {error.strerror}", elsewhere) from error
     try:
         staging.chmod(0o777 & ~_umask())
         _write(pipeline, state, staging, tokenizer)
@@ -64,7 +65,8 @@ def export_model(
             shutil.rmtree(target)
         staging.rename(target)
     except OSError as error:
-        raise StorageError(f"cannot write {target}: {error.strerror or error}") from error
+        reason = error.strerror or error
+        raise StorageError(f"cannot write {target}: {reason}", elsewhere) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
     return target

@@ -15,6 +15,7 @@ from swarm.model.hf_config import quiet
 from swarm.model.huggingface import token_loss
 
 MAX_SEED = 2**63  # torch takes no larger one
+EXPORTED = "give a directory written by `swarm export` of a Hugging Face run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,7 @@ class Evaluation:
 def load_exported(directory: str | Path, device: str = "cpu") -> Any:
     """The model of an exported (or any local Hugging Face) directory. Raises ConfigError."""
     if not (Path(directory) / "config.json").is_file():
-        remedy = "give a directory written by `swarm export` of a Hugging Face run"
-        raise ConfigError(f"{directory} holds no Hugging Face model", remedy)
+        raise ConfigError(f"{directory} holds no Hugging Face model", EXPORTED)
     from transformers import AutoModelForCausalLM
 
     model: Any
@@ -43,7 +43,7 @@ def load_exported(directory: str | Path, device: str = "cpu") -> Any:
                 directory, local_files_only=True, trust_remote_code=False
             )
     except Exception as error:  # every family and file format fails in its own way
-        raise ConfigError(f"cannot load the model in {directory}: {error}") from error
+        raise ConfigError(f"cannot load the model in {directory}: {error}", EXPORTED) from error
     return model.to(device).eval()
 
 
@@ -56,7 +56,8 @@ def load_tokenizer(directory: str | Path) -> Any:
             directory, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:
-        raise ConfigError(f"cannot load the tokenizer in {directory}: {error}") from error
+        what = f"cannot load the tokenizer in {directory}: {error}"
+        raise ConfigError(what, EXPORTED) from error
 
 
 @torch.inference_mode()

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from peer.cli.errors import fail_in_one_line
@@ -178,12 +179,15 @@ def test_a_package_that_is_not_installed(tmp_path: Path) -> None:
         "[schedule]\nsteps = 9\nwarmup_steps = 0\n"
     )
     assert "no_such_package" in fails(CONFIG, "train", run)
+    assert "which is no language model" in fails(CONFIG, "eval", "model", "--run", run)
 
 
 def test_no_gpu(tmp_path: Path) -> None:
     run = toml(tmp_path / "run.toml", steps=1)
     assert "use --device cpu or auto" in fails(DEVICE, "baseline", run, "--device", "cuda:99")
-    assert "no device is called 'tpu'" in fails(DEVICE, "baseline", run, "--device", "tpu")
+    for command in ("baseline", "up"):
+        assert "no device is called 'tpu'" in fails(DEVICE, command, run, "--device", "tpu")
+    assert not (tmp_path / "runs").exists(), "nothing was started"
     link = format_link(RUN_ID, [f"/ip4/127.0.0.1/tcp/9/p2p/{PEER_ID}"])
     line = fails(DEVICE, "--join", link, "--device", "cuda:99", program="swarm-peer")
     assert "there is no cuda:99 here" in line
@@ -212,6 +216,23 @@ def test_what_is_no_model_and_no_run(tmp_path: Path) -> None:
         assert "no Hugging Face model" in fails(CONFIG, "eval", directory, "--run", run)
         assert "no run directory" in fails(JOIN, "status", directory)
     assert "swarm status LINK" in fails(JOIN, "status")
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"vocab_size": 100}, "needs 256 tokens, the model has 100 - name the run.toml"),
+        ({"max_position_embeddings": 8}, "needs 32 positions, the model has 8 - name"),
+    ],
+)
+def test_a_model_that_a_run_s_data_does_not_fit(
+    tmp_path: Path, sizes: dict[str, int], said: str
+) -> None:
+    run = toml(tmp_path / "run.toml", steps=1)
+    small = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "vocab_size": 256}
+    LlamaForCausalLM(LlamaConfig(**{**small, **heads, **sizes})).save_pretrained("model")
+    assert said in fails(CONFIG, "eval", "model", "--run", run)
 
 
 # ---- the disk -----------------------------------------------------------------------------------

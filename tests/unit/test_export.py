@@ -107,9 +107,12 @@ def test_an_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "mine" / "notes").write_text("keep")
     with pytest.raises(StorageError, match="not empty"):
         export_model(pipeline, state, tmp_path / "mine")
+    (tmp_path / "file").write_text("keep")
+    with pytest.raises(StorageError, match=r"file: Not a directory - choose another directory"):
+        export_model(pipeline, state, tmp_path / "file")
     with pytest.raises(SwarmError, match="1 parameters are missing"):
         export_model(pipeline, {n: p for n, p in state.items() if n != name}, tmp_path / "new")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "out"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "mine", "out"]
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(
