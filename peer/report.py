@@ -10,22 +10,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from swarm.errors import DataError, StorageError
+from swarm.errors import StorageError
 from swarm.model.layout import model_sha256
 
 STEP_KEYS = ("step", "loss", "grad_norm", "tokens", "wall_s")
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A report that was read. `final` is None when the run did not get to its end."""
-
-    steps: list[dict[str, Any]]
-    final: dict[str, Any] | None
 
 
 class ReportWriter:
@@ -124,30 +115,6 @@ def final_report(
             "leader_per_token": leader_per_token,
         },
     }
-
-
-def read_report(path: str | Path) -> Report:
-    """A report, also of a run that was cut short. Raises DataError."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
-        raise DataError(f"cannot read the report {path}: {error.strerror}") from None
-    steps: list[dict[str, Any]] = []
-    final = None
-    for number, line in enumerate(lines, 1):
-        try:
-            value = json.loads(line)
-            if not isinstance(value, dict):
-                raise ValueError
-        except (ValueError, RecursionError):
-            if number == len(lines):  # killed while it wrote
-                break
-            raise DataError(f"line {number} of {path} is no JSON object") from None
-        if "sha256" in value:
-            final = value
-        else:
-            steps.append(value)
-    return Report(steps, final)
 
 
 def _finite(value: Any) -> Any:
