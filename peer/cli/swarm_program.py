@@ -244,7 +244,8 @@ def status(
     where: Annotated[
         str | None,
         typer.Argument(
-            help="Join link or run directory [default: the newest run here, else the last joined]."
+            help="Join link or run directory "
+            "[default: $SWARM_JOIN, else the newest run here, else the last joined]."
         ),
     ] = None,
     as_json: Annotated[

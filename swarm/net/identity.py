@@ -101,18 +101,24 @@ def load_identity(path: str | os.PathLike[str], *, create: bool = True) -> Ident
     try:
         if create and not path.exists():
             _create(path)
-        data = path.read_bytes()
-        if path.stat().st_mode & 0o077:
-            path.chmod(0o600)
+        with path.open("rb") as file:
+            data = file.read(_MAX_KEY_BYTES + 1)
     except OSError as error:
         raise _no_access(path, error) from None
     try:
-        return _parse(path, data)
+        identity = _parse(path, data)
     except (ValueError, TypeError):
         raise StorageError(
             f"{path} is not a libp2p private key",
             "name another file with --identity; where there is none, a new identity is made",
         ) from None
+    try:
+        # Only now: a file that was named by mistake stays as it is.
+        if path.stat().st_mode & 0o077:
+            path.chmod(0o600)
+    except OSError as error:
+        raise _no_access(path, error) from None
+    return identity
 
 
 def claim_identity(data_dir: str | os.PathLike[str]) -> Identity:

@@ -86,13 +86,18 @@ def test_two_peers_of_one_machine_get_two_identities(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"\x08\x01\x12", b"not a key at all", b"\x08\x00\x12\x01x"]
+    "content",
+    [b"", b"\x08\x01\x12", b"not a key at all", b"\x08\x00\x12\x01x", bytes(2**20)],
+    ids=["empty", "cut", "text", "damaged", "large"],
 )
-def test_bad_file_is_one_line(tmp_path: Path, content: bytes) -> None:
+def test_bad_file_is_one_line_and_stays_as_it_is(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "identity.key"
     path.write_bytes(content)
+    path.chmod(0o644)
     with pytest.raises(StorageError, match="not a libp2p private key"):
         load_identity(path)
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert path.read_bytes() == content
     with pytest.raises(StorageError, match="cannot read or write"):
         load_identity(tmp_path)
 
