@@ -23,7 +23,7 @@ from peer.stage_server import Probe, StageServer, no_probe
 from swarm.averaging.policy import UpdatePolicy
 from swarm.compute import Compute, Kind
 from swarm.delayed_state import State, new_state
-from swarm.errors import JoinError, RefusedError, SwarmError, WireError
+from swarm.errors import JoinError, RefusedError, StageFailedError, SwarmError, WireError
 from swarm.model.stage import ModelPipeline
 from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
 from swarm.net.links import Links, peer_of
@@ -112,7 +112,7 @@ class Member:
         """Serve until the leader says the run is finished (or until cancelled).
 
         Raises JoinError only for what time cannot mend: another run, another version, a stage
-        that does not exist.
+        that does not exist or cannot be built here.
         """
         loop = asyncio.get_running_loop()
         since = loop.time()  # it looks for the leader, or for a state
@@ -213,7 +213,10 @@ class Member:
                 device=self.device,
             )
 
-        state = (await self.compute.run(Kind.BACKGROUND, build)).value
+        try:
+            state = (await self.compute.run(Kind.BACKGROUND, build)).value
+        except StageFailedError as error:
+            raise _cannot_build(stage, error) from error
         if self.benchmark_s > 0:
             self.facts = await stage_facts(
                 self.compute, state.live[-1], self.pipeline, stage, self.benchmark_s
@@ -425,6 +428,15 @@ class Member:
             self.catching_up.tasks.abort()
         if self.server is not None:
             self.server.abort()
+
+
+def _cannot_build(stage: int, error: StageFailedError) -> JoinError:
+    """Too little memory, another version of a package, an optimizer that does not suit the model:
+    what a person must see instead of a peer that tries for ever."""
+    why, remedy = error.message, "free memory, or try another --stage or --device"
+    if isinstance(error.__cause__, SwarmError):
+        why, remedy = error.__cause__.message, error.__cause__.remedy
+    return JoinError(f"stage {stage} cannot be built here: {why}", remedy)
 
 
 def _record(position: Mapping[str, Any]) -> Record | None:

@@ -69,7 +69,9 @@ class TorchOptimizer(FlatOptimizer):
         try:
             return self._class([g for g in groups if g["params"]], **options)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"[optimizer] torch.optim.{settings.name}: {error}") from error
+            raise ConfigError(
+                f"[optimizer] torch.optim.{settings.name}: {error}", "choose another optimizer.name"
+            ) from error
 
     def _dry_run(self) -> list[dict[str, Tensor]]:
         parameters = [torch.zeros(tuple(shape)) for shape in self._layout.shapes]

@@ -10,6 +10,7 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -375,6 +376,14 @@ def test_a_restart_that_fails_leaves_no_old_status(forks: Forks, tmp_path: Path)
     assert "finished" not in leader.out
     assert "failed\n" in leader.out
     assert "address already in use" not in leader.out, "the reason is said twice"
+
+
+def test_a_stage_that_cannot_be_built(forks: Forks, tmp_path: Path) -> None:
+    """Known only where it is built, and no retry would mend it."""
+    run = toml(tmp_path / "run.toml", steps=1, extra='[optimizer]\nname = "Muon"\n')
+    line = ends(JOIN, forks.swarm("up", run))
+    said = r"stage \d cannot be built here: \[optimizer\] torch\.optim\.Muon: .* - choose another"
+    assert re.match(said, line), line
 
 
 def test_a_pipeline_that_is_not_allowed(forks: Forks, tmp_path: Path) -> None:
