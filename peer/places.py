@@ -17,15 +17,27 @@ _TCP_PORT = re.compile(r"/tcp/([0-9]+)(?=/|$)")
 
 
 def data_home() -> Path:
-    """Where identities live unless a flag says otherwise (XDG base directories)."""
-    base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
-    return Path(base) / "swarm-parallel"
+    """Where identities live unless a flag says otherwise (XDG base directories).
+
+    Raises StorageError for a user without a home, as `cache_home` does.
+    """
+    base = os.environ.get("XDG_DATA_HOME")
+    return (Path(base) if base else _home() / ".local" / "share") / "swarm-parallel"
 
 
 def cache_home() -> Path:
     """Where what can be made again is kept (XDG base directories)."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "swarm-parallel"
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else _home() / ".cache") / "swarm-parallel"
+
+
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError:  # a user without an entry in passwd, as in containers
+        raise StorageError(
+            "this user has no home directory", "set HOME, or XDG_DATA_HOME and XDG_CACHE_HOME"
+        ) from None
 
 
 def run_directory(config: RunConfig, chosen: Path | None) -> Path:

@@ -7,9 +7,9 @@ SwarmError
 ├── ConfigError          run.toml or a flag is wrong
 │   └── PipelineError    the model cannot be cut as asked
 ├── DataError            data is missing, unreadable or not the bytes the run names
-├── JoinError            no swarm at that address, another run, not reachable in time
+├── JoinError            no swarm at that address, another run, a stage too large for this peer
 │   └── VersionError     the other side speaks another protocol version
-├── DeviceError          no such device, or not enough memory on it
+├── DeviceError          no such device
 ├── StorageError         a file cannot be written: disk full, no permission, locked
 ├── ListenError          a port cannot be opened
 ├── WireError            bytes from a peer break the protocol (never fatal to a process)

@@ -41,10 +41,14 @@ def raise_interrupts() -> None:
 def _begin() -> None:
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored
         signal.signal(signal.SIGINT, _end)
+    from contextlib import suppress
+
     from peer.places import cache_home
+    from swarm.errors import StorageError
 
     # Importing torch makes a directory in /tmp, and leaves it there, unless told of another.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "torch"))
+    with suppress(StorageError):  # a command that needs a home says so
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "torch"))
 
 
 def _end(number: int, frame: object) -> None:

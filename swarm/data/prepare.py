@@ -57,7 +57,10 @@ class Prepared:
 
 def default_cache_dir() -> Path:
     base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if base.startswith("/") else Path.home() / ".cache"
+    try:
+        root = Path(base) if base.startswith("/") else Path.home() / ".cache"
+    except RuntimeError:  # a user without an entry in passwd, as in containers
+        raise StorageError("this user has no home directory", "set XDG_CACHE_HOME") from None
     return root / "swarm-parallel"
 
 

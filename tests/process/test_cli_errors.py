@@ -10,7 +10,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -257,6 +256,19 @@ def fill(disk: Path) -> None:
             ballast.write(b"\0" * 4096)
 
 
+def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    run = toml(tmp_path / "run.toml", steps=1)
+    monkeypatch.setattr(Path, "home", unknown)
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert "set XDG_CACHE_HOME" in fails(STORAGE, "baseline", run)
+    monkeypatch.delenv("XDG_DATA_HOME")
+    assert "set HOME, or XDG_DATA_HOME and XDG_CACHE_HOME" in fails(STORAGE, "id")
+    assert CliRunner().invoke(app, ["init", "other.toml"]).exit_code == 0, "it needs no home"
+
+
 def test_a_report_on_a_full_device(tmp_path: Path) -> None:
     run = toml(tmp_path / "run.toml", steps=2)
     line = fails(STORAGE, "baseline", run, "--device", "cpu", "--report", "/dev/full")
@@ -378,22 +390,8 @@ def test_a_restart_that_fails_leaves_no_old_status(forks: Forks, tmp_path: Path)
     assert "address already in use" not in leader.out, "the reason is said twice"
 
 
-def test_a_stage_that_cannot_be_built(forks: Forks, tmp_path: Path) -> None:
-    """Known only where it is built, and no retry would mend it."""
-    run = toml(tmp_path / "run.toml", steps=1, extra='[optimizer]\nname = "Muon"\n')
-    line = ends(JOIN, forks.swarm("up", run))
-    said = r"stage \d cannot be built here: \[optimizer\] torch\.optim\.Muon: .* - choose another"
-    assert re.match(said, line), line
-
-
 def test_a_pipeline_that_is_not_allowed(forks: Forks, tmp_path: Path) -> None:
-    (tmp_path / "own_package.py").write_text(OWN_PACKAGE)
-    run = tmp_path / "run.toml"
-    run.write_text(
-        '[run]\nname = "own"\n[model]\nstages = 1\npipeline = "own_package:pipeline"\n'
-        '[data]\nsource = "pipeline"\n[batch]\nmicrobatches = 1\nmicrobatch_size = 2\n'
-        "[schedule]\nsteps = 9\nwarmup_steps = 0\n[validation]\nevery = 0\n"
-    )
+    run = own_package(tmp_path, OWN_PACKAGE)
     leader = forks.swarm("train", run, *LOCAL, PYTHONPATH=str(tmp_path))
     line = ends(CONFIG, forks.peer("--join", leader.link, *LOCAL))
     assert line.endswith("if you trust it, start with --allow-pipeline own_package:pipeline")
@@ -402,6 +400,27 @@ def test_a_pipeline_that_is_not_allowed(forks: Forks, tmp_path: Path) -> None:
     assert "own_package" in line
     assert "install the package" in line
     forks.peer(*allowed, PYTHONPATH=str(tmp_path)).says("serving stage 0")
+
+
+def test_a_stage_that_cannot_be_built(forks: Forks, tmp_path: Path) -> None:
+    """No retry would mend it, so the peer ends and says why."""
+    run = own_package(tmp_path, TOO_LARGE)
+    leader = forks.swarm("train", run, *LOCAL, PYTHONPATH=str(tmp_path))
+    allowed = ("--join", leader.link, *LOCAL, "--allow-pipeline", "own_package:pipeline")
+    line = ends(JOIN, forks.peer(*allowed, PYTHONPATH=str(tmp_path)))
+    assert line.startswith("stage 0 cannot be built here: MemoryError: 1 TiB - free memory")
+
+
+def own_package(folder: Path, source: str) -> Path:
+    """Writes the package, and the run.toml that names its pipeline; returns that."""
+    (folder / "own_package.py").write_text(source)
+    run = folder / "run.toml"
+    run.write_text(
+        '[run]\nname = "own"\n[model]\nstages = 1\npipeline = "own_package:pipeline"\n'
+        '[data]\nsource = "pipeline"\n[batch]\nmicrobatches = 1\nmicrobatch_size = 2\n'
+        "[schedule]\nsteps = 9\nwarmup_steps = 0\n[validation]\nevery = 0\n"
+    )
+    return run
 
 
 OWN_PACKAGE = """
@@ -419,6 +438,17 @@ pipeline = Pipeline(
     data=lambda: SimpleNamespace(train=fields, validation=fields),
 )
 """
+TOO_LARGE = (
+    OWN_PACKAGE.replace("lambda: nn.Linear(4, 1)", "lambda: line()")
+    + """
+
+def line():
+    module = nn.Linear(4, 1)
+    if module.weight.device.type != "meta":
+        raise MemoryError("1 TiB")
+    return module
+"""
+)
 
 
 @pytest.mark.parametrize("difference", [1, -1])
