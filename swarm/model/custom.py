@@ -49,9 +49,16 @@ class Pipeline:
         weight: Callable[[Mapping[str, Any]], int],
         data: Callable[[], Samples],
     ) -> None:
-        for name in layers:
-            if not name or "." in name:
+        if not isinstance(layers, Mapping):
+            raise PipelineError("layers is no mapping", 'write layers={"first": MyLayer, ...}')
+        for name, factory in layers.items():
+            if not isinstance(name, str) or not name or "." in name:
                 raise PipelineError(f"layer name {name!r} is empty or has a dot", "rename it")
+            if isinstance(factory, nn.Module) or not callable(factory):
+                raise PipelineError(
+                    f"layer {name} is a {type(factory).__name__} and not what builds one",
+                    f'write {{"{name}": lambda: ...}}',
+                )
         if not layers:
             raise PipelineError("the pipeline has no layers", "give at least one")
         self.layers = dict(layers)
@@ -59,18 +66,36 @@ class Pipeline:
 
     def load_data(self) -> Samples:
         """The user's samples, checked. Raises DataError."""
-        samples = self.data()
+        try:
+            samples = self.data()
+            self._check(samples)
+        except SwarmError:
+            raise
+        except Exception as error:  # whatever the user's function does, and does not return
+            raise DataError(
+                f"the pipeline's data do not come: {type(error).__name__}: {error}",
+                "data() returns an object whose train and validation are arrays by field name",
+            ) from error
+        return samples
+
+    @staticmethod
+    def _check(samples: Samples) -> None:
         signatures = []
         for part in (samples.train, samples.validation):
             if not part or len({len(array) for array in part.values()}) != 1:
-                raise DataError("every field of the data needs the same number of samples")
+                raise DataError(
+                    "the fields of the data differ in their number of samples",
+                    "give every field one entry a sample",
+                )
             for name, array in part.items():
                 if str(array.dtype) not in ITEM_BYTES:
                     raise DataError(f"data field {name} has dtype {array.dtype}", "convert it")
             signatures.append({n: (a.shape[1:], a.dtype) for n, a in part.items()})
         if signatures[0] != signatures[1]:
-            raise DataError("train and validation data differ in fields, shapes or dtypes")
-        return samples
+            raise DataError(
+                "train and validation data differ in fields, shapes or dtypes",
+                "give both the same fields",
+            )
 
 
 def load_pipeline(name: str) -> Pipeline:
@@ -87,6 +112,13 @@ def load_pipeline(name: str) -> Pipeline:
         raise ConfigError(
             f"[model] pipeline: cannot import {module_name} ({error})",
             f"install the package that has it on this machine, e.g. pip install ./{module_name}",
+        ) from error
+    except SwarmError:
+        raise
+    except Exception as error:  # whatever is wrong with the user's module
+        raise ConfigError(
+            f"[model] pipeline: {module_name} cannot be imported: {type(error).__name__}: {error}",
+            "mend it; --debug shows where",
         ) from error
     pipeline = getattr(module, attribute, None)
     if not isinstance(pipeline, Pipeline):
@@ -180,8 +212,19 @@ class CustomPipeline(ModelPipeline):
             for name, array in fields.items()
         }
         self.num_stages = num_stages
+        self._check_weight(fields, microbatch_size)
         self._find_boundaries()
         self.cut = choose_cut(self.layer_costs, num_stages, cut)
+
+    def _check_weight(self, fields: Mapping[str, np.ndarray], size: int) -> None:
+        batch = {n: np.zeros((size, *each.shape[1:]), each.dtype) for n, each in fields.items()}
+        try:
+            self.weight(batch)
+        except Exception as error:  # whatever the user's function raises
+            raise PipelineError(
+                f"weight does not run: {type(error).__name__}: {error}",
+                "return how many items the loss of this batch sums up",
+            ) from error
 
     def _find_boundaries(self) -> None:
         if self.autocast is None:  # which the meta device knows nothing of

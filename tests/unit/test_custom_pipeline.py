@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -202,6 +203,7 @@ class Shared(Widen):
         ({"a": Shared}, "factory of layer a"),
         ({"a": Widen, "b": Widen}, "does not run"),
         ({"a": lambda: 3}, "no torch module"),
+        ({"a": nn.Linear(8, 8)}, "layer a is a Linear and not what builds one"),
         ({"a.b": Widen}, "has a dot"),
         ({}, "no layers"),
     ],
@@ -212,6 +214,11 @@ def test_what_is_no_function_of_parameters_and_inputs_is_refused(
 ) -> None:
     with pytest.raises(PipelineError, match=message):
         cut_into(1, of=definition(layers=layers))
+
+
+def test_layers_without_names_are_refused() -> None:
+    with pytest.raises(PipelineError, match="layers is no mapping"):
+        definition(layers=[Widen])
 
 
 def test_batch_norm_without_statistics_is_fine() -> None:
@@ -238,12 +245,32 @@ def test_cuts_that_do_not_fit_are_refused(cut: Any, stages: int, message: str) -
 
 
 def test_data_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(DataError, match="same number of samples"):
+    with pytest.raises(DataError, match="differ in their number of samples"):
         definition(data=lambda: samples(x=np.zeros((3, 8), "float32"))).load_data()
     with pytest.raises(DataError, match="field x has dtype complex64"):
         definition(
             data=lambda: samples(x=np.zeros((32, 8), "complex64"), y=np.zeros(32))
         ).load_data()
+    for wrong in (lambda: {"train": {}}, lambda: 1 / 0, lambda: SimpleNamespace(train=3)):
+        with pytest.raises(DataError, match=r"do not come: \w+Error: .* train and validation are"):
+            definition(data=wrong).load_data()
+
+
+@pytest.mark.parametrize(
+    "weight", [lambda batch: len(batch["z"]), lambda batch: None], ids=["raises", "none"]
+)
+def test_a_weight_that_is_no_number_is_refused(weight: Any) -> None:
+    with pytest.raises(PipelineError, match=r"weight does not run: .* - return how many items"):
+        cut_into(1, of=definition(weight=weight))
+
+
+def test_a_module_with_a_mistake_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_slip.py").write_text("pipeline = Pipelin()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"a_slip cannot be imported: NameError: .* --debug"):
+        load_pipeline("a_slip:pipeline")
 
 
 def test_a_pipeline_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
