@@ -107,7 +107,7 @@ def last_swarm(home: Path | None = None) -> str | None:
     path = (home or data_home() / "peer") / LAST_SWARM
     try:
         return path.read_text().strip() or None
-    except OSError:
+    except (OSError, UnicodeDecodeError):
         return None
 
 

@@ -309,7 +309,10 @@ def test_a_wrong_link(link: str, said: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert said in fails(JOIN, program="swarm-peer")
 
 
-def test_no_link() -> None:
+def test_no_link(tmp_path: Path) -> None:
+    (tmp_path / "last-swarm").write_bytes(b"\xff\x00 damaged")
+    line = fails(JOIN, "--data-dir", tmp_path, program="swarm-peer")
+    assert line.startswith("no swarm to join")
     line = fails(JOIN, program="swarm-peer")
     assert line.startswith("no swarm to join - ask whoever leads a run for its link")
 
