@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -414,6 +415,14 @@ def test_a_stage_that_cannot_be_built(forks: Forks, tmp_path: Path) -> None:
     assert line.startswith("stage 0 cannot be built here: MemoryError: 1 TiB - free memory")
 
 
+def test_a_model_that_raises_on_real_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = own_package(tmp_path, RAISING)
+    monkeypatch.syspath_prepend(tmp_path)
+    line = fails(1, "baseline", run)
+    sys.modules.pop("own_package")
+    assert line == "the model failed in step 0: ValueError: no ones - --debug shows where"
+
+
 def own_package(folder: Path, source: str) -> Path:
     """Writes the package, and the run.toml that names its pipeline; returns that."""
     (folder / "own_package.py").write_text(source)
@@ -450,6 +459,17 @@ def line():
     if module.weight.device.type != "meta":
         raise MemoryError("1 TiB")
     return module
+"""
+)
+
+RAISING = (
+    OWN_PACKAGE.replace('((outputs[0] - batch["y"]) ** 2).sum()', "loss(outputs[0], batch)")
+    + """
+
+def loss(outputs, batch):
+    if batch["x"].any():
+        raise ValueError("no ones")
+    return outputs.sum()
 """
 )
 
