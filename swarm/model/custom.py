@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -167,8 +168,9 @@ class CustomStage(Stage):
     def forward(self, inputs: tuple[Tensor, ...], batch: Batch) -> tuple[Tensor, ...]:
         tensors = tuple(inputs)
         device = next((t.device.type for t in (*tensors, *batch.values())), "cpu")
-        enabled = self.autocast is not None and device != "meta"
-        with torch.autocast(device, dtype=self.autocast, enabled=enabled):
+        # The meta device knows nothing of autocast, not even switched off.
+        cast = self.autocast and torch.autocast(device, dtype=self.autocast)
+        with cast or nullcontext():
             if self.first:
                 self.reseed("(inputs)")
                 tensors = _as_tuple(self.definition.inputs(batch), "inputs")

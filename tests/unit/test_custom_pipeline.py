@@ -226,6 +226,24 @@ def test_batch_norm_without_statistics_is_fine() -> None:
     assert cut_into(1, of=definition(layers=layers)).num_stages == 1
 
 
+def test_boundaries_are_found_without_memory_for_the_layers() -> None:
+    """A peer has room for its own stage, not for all of them."""
+    devices = set()
+
+    class Large(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(8, 8)
+            devices.add(self.weight.device.type)
+
+        def forward(self, x: Tensor, *_: Tensor) -> Tensor:
+            return super().forward(x)
+
+    pipeline = cut_into(1, 1, of=definition(layers={"a": Large, "b": Large}))
+    assert devices == {"meta"}
+    pipeline.build_stage(0)
+    assert devices == {"meta", "cpu"}
+
+
 def test_layers_without_a_meta_kernel_are_run_on_the_cpu() -> None:
     class Values(nn.Module):
         def forward(self, x: Tensor, ids: Tensor) -> Tensor:
