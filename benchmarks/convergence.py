@@ -269,8 +269,8 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
                 gap = each["validation"] / exact[hidden, each["seed"]] - 1
                 gaps.setdefault(int(k), []).append(100 * gap)
         if gaps:
-            means = [statistics.fmean(gaps[k]) for k in sorted(gaps)]
-            right.plot(sorted(gaps), means, marker="o", label=f"hidden {hidden}")
+            mean_gaps = [statistics.fmean(gaps[k]) for k in sorted(gaps)]
+            right.plot(sorted(gaps), mean_gaps, marker="o", label=f"hidden {hidden}")
     right.axhline(
         100 * GOALS["subspace-32"], color="0.6", linestyle=":", label="goal at hidden 128"
     )
