@@ -276,7 +276,7 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
     )
     right.set(xlabel="k", ylabel="gap of validation loss, %", title="subspace against exact")
     right.set_xscale("log", base=2)
-    right.set_ylim(bottom=0)
+    right.axhline(0, color="0.6", linewidth=1)
     right.legend(fontsize="small")
     figure.savefig(path, dpi=110)
 
