@@ -53,7 +53,7 @@ def main() -> None:
 
     def one(state: StageState, index: int) -> None:
         graph = state.forward(0, index, inputs, batch, divisor if last else None)
-        state.backward(graph, gradients or None, count=True)
+        state.backward(graph, gradients or None, into=state)
 
     def answer(order: Mapping[str, Any]) -> dict[str, Any]:
         state = states[order.get("accumulate", "float32")]

@@ -16,7 +16,8 @@ it anew. A byte-level Llama of 6 layers in 3 stages; 1.2 M parameters at hidden 
     python benchmarks/convergence.py DIR [--all] [--seeds 3] [--settings exact,int8] [--hidden 128]
 
 Settings: `exact`; codecs for both directions (`bfloat16`, `int8`, `int4`, …, or FORWARD/BACKWARD as
-`int4/int8`); any of these with `~` at the end rounds stochastically; `subspace-K`; `delayed`.
+`int4/int8`); any of these with `~` at the end rounds stochastically; `subspace-K`; `delayed` and
+`delayed-N`, where N of a step's 16 microbatches are computed ahead of the commit before.
 """
 
 from __future__ import annotations
@@ -38,23 +39,23 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from peer.launch import plan_of
-from swarm.averaging.policy import POLICIES
 from swarm.config import RunConfig, parse_config
 from swarm.config_text import DEMO_MODEL
 from swarm.data import build_dataset
-from swarm.delayed_state import new_state
+from swarm.delayed_state import State, new_state
 from swarm.model import build_pipeline, model_sha256
 from swarm.optim import clip_scale
-from swarm.stage_state import GradientFacts, Graph, rounded
+from swarm.stage_state import GradientFacts, Graph, StageState, rounded
 from swarm.wire.boundaries import BACKWARD, FORWARD, BoundaryCodecs
 from swarm.wire.codecs import WireTensor, decode
 
-STAGES, SEQUENCE, SIZE, MICROBATCHES = 3, 128, 4, 8
+STAGES, SEQUENCE, SIZE, MICROBATCHES = 3, 128, 2, 16
 STEP_TOKENS = SEQUENCE * SIZE * MICROBATCHES
 SMOOTHED = 20  # steps
 SUBSPACES, HIDDEN = ("subspace-8", "subspace-16", "subspace-32", "subspace-64"), (128, 256, 384)
-GOALS = {"int8": 0.005, "int4": 0.01, "delayed": 0.005, "subspace-32": 0.02}  # at hidden 128
-SHORT = ("exact", "int8", "int4", "delayed", "subspace-32")
+GOALS = {"int8": 0.005, "int4": 0.01, "delayed-1": 0.005, "subspace-32": 0.02}  # at hidden 128
+SHORT = ("exact", "int8", "int4", "delayed-1", "subspace-32")
+DELAYED = ("delayed-1", "delayed-2", "delayed-4", "delayed-8", "delayed")
 CODECS = ("bfloat16", "int8", "int4", "int8~", "int4~", "int4/int8")
 
 
@@ -62,9 +63,13 @@ def sections(setting: str, hidden: int, seed: int, steps: int, lr: float) -> dic
     """The run.toml of one run. ValueError or ConfigError for a setting that there is not."""
     model: dict[str, Any] = {"stages": STAGES}
     wire: dict[str, Any] = {}
+    update: dict[str, Any] = {}
     if setting.startswith("subspace-"):
         model["subspace"] = int(setting.removeprefix("subspace-"))
-    elif setting not in POLICIES:
+    elif setting.startswith("delayed"):
+        ahead = int(setting.removeprefix("delayed").removeprefix("-") or MICROBATCHES)
+        update = {"policy": "delayed", "ahead": ahead / MICROBATCHES}
+    elif setting != "exact":
         forward, _, backward = setting.removesuffix("~").partition("/")
         wire = {"forward": forward, "backward": backward or forward}
         wire["rounding"] = "stochastic" if setting.endswith("~") else "nearest"
@@ -75,10 +80,10 @@ def sections(setting: str, hidden: int, seed: int, steps: int, lr: float) -> dic
         "model": {**model, "config": {**DEMO_MODEL, **sizes, **heads}},
         "data": {"source": "stdlib", "sequence": SEQUENCE},
         "batch": {"microbatches": MICROBATCHES, "microbatch_size": SIZE},
-        "optimizer": {"lr": lr},
+        "optimizer": {"lr": lr, "nesterov": True},
         "schedule": {"kind": "cosine", "warmup_steps": min(50, steps), "steps": steps},
         "wire": wire,
-        "update": {"policy": setting if setting in POLICIES else "exact"},
+        "update": update,
     }
 
 
@@ -138,7 +143,7 @@ class Chain:
         between: Sequence[Tensor] = ()
         last = len(self.states) - 1
         for stage, state in enumerate(self.states):
-            version, divided_by = state.live[0], divisor if stage == last else None
+            version, divided_by = self._version(state, index), divisor if stage == last else None
             graph = version.forward(step, index, between, batch, divided_by)
             graphs.append(graph)
             if stage < last:
@@ -146,12 +151,16 @@ class Chain:
                 between = self._arrive(sent, FORWARD)
         gradients: Sequence[Tensor] | None = None
         for stage in range(last, -1, -1):
-            version = self.states[stage].live[0]
-            answers = version.backward(graphs[stage], gradients, count=True)
+            state = self.states[stage]
+            version = self._version(state, index)
+            answers = version.backward(graphs[stage], gradients, into=state.live[0])
             if stage:
                 sent = self.codecs.encode(answers, stage - 1, BACKWARD, (step, index))
                 gradients = self._arrive(sent, BACKWARD)
         return float(graphs[-1].outputs[0].detach())
+
+    def _version(self, state: State, index: int) -> StageState:
+        return state.live[0] if index < self.plan.ahead else state.live[-1]
 
     def _arrive(self, sent: Sequence[WireTensor], direction: str) -> list[Tensor]:
         self.wire_bytes[direction] += sum(each.wire_bytes for each in sent)
@@ -290,7 +299,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=3_000_000, help="trained per run")
     parser.add_argument("--validation-tokens", type=int, default=204_800)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--show", action="store_true", help="only what is in DIR; run nothing")
     parser.add_argument("--plot", type=Path, help="also draw it, as PNG")
@@ -299,7 +308,7 @@ def main() -> None:
     wanted = [(int(h), s) for h in options.hidden.split(",") for s in options.settings.split(",")]
     if options.all:
         wanted = [(h, s) for h in HIDDEN for s in ("exact", *SUBSPACES)]
-        wanted += [(HIDDEN[0], s) for s in (*CODECS, "delayed")]
+        wanted += [(HIDDEN[0], s) for s in (*CODECS, *DELAYED)]
     runs: list[dict[str, Any]] = []
     results: list[dict[str, Any]] = []
     options.directory.mkdir(parents=True, exist_ok=True)

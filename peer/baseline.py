@@ -77,11 +77,12 @@ class Baseline:
         state, plan = self.state, self.plan
         batches = [self.batches.batch(step, index) for index in range(plan.num_microbatches)]
         weights = [self.pipeline.weight(batch) for batch in batches]
-        losses, version = [], state.live[0]
+        losses, oldest = [], state.live[0]
         for index, batch in enumerate(batches):
+            version = oldest if index < plan.ahead else state.live[-1]
             graph = version.forward(step, index, (), self._tensors(batch), float(sum(weights)))
             losses.append(float(graph.outputs[0].detach()))
-            version.backward(graph, None, count=True)
+            version.backward(graph, None, into=oldest)
         gradient = rounded(state.accumulator)
         facts = GradientFacts.of(state.layout, gradient)
         norm = math.sqrt(math.fsum(facts.squared_norms)) if facts.finite else math.nan

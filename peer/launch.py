@@ -18,7 +18,6 @@ import torch
 from peer.cli.checks import check_device_name
 from peer.leader import Plan
 from swarm.averaging.plan import contribution_bytes
-from swarm.averaging.policy import POLICIES
 from swarm.config import (
     RunConfig,
     with_data_hashes,
@@ -61,7 +60,7 @@ def plan_of(config: RunConfig) -> Plan:
         validation_every=config.validation.every,
         validation_microbatches=config.validation.microbatches,
         optimizer=config.optimizer,
-        steps_in_flight=POLICIES[config.update.policy].steps_in_flight,
+        ahead=config.microbatches_ahead,
         gradient_bytes=(
             contribution_bytes(64, config.update.accumulate, config.wire.gradients) / 64,
             contribution_bytes(64, "float32", config.wire.gradients) / 64,

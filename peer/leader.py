@@ -90,7 +90,12 @@ class Plan:
     validation_microbatches: int = 0
     optimizer: OptimizerSettings | None = None  # so that states can be told from nonsense
     gradient_bytes: tuple[float, float] = (8.0, 4.0)  # an element's contribution, and its sum
-    steps_in_flight: int = 1  # of the update policy
+    ahead: int = 0  # microbatches of a step that may go round before the commit of the one before
+
+    @property
+    def steps_in_flight(self) -> int:
+        """How many steps are counted before the oldest of them is committed."""
+        return 2 if self.ahead else 1
 
 
 @dataclass(slots=True)

@@ -103,7 +103,7 @@ async def stage_facts(
 
     def backward(graph: Graph) -> None:
         gradients = [torch.ones_like(each) for each in graph.outputs if each.is_floating_point()]
-        state.backward(graph, None if divisor else gradients, count=False)
+        state.backward(graph, None if divisor else gradients, into=None)
         settle(state.device)
 
     try:

@@ -227,6 +227,7 @@ class Member:
             self.pipeline,
             self.compute,
             codecs=self.codecs,
+            ahead=self.policy.ahead,
             slots=self.slots,
             kept_bytes=self.kept_bytes,
             probe=self.probe,

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from swarm.averaging.policy import POLICIES
 from swarm.config import RunConfig, load_config
 from swarm.errors import ConfigError
 from swarm.model import ModelPipeline, build_pipeline
@@ -111,7 +110,7 @@ def work_of(config: RunConfig) -> Work:
         microbatches=config.batch.microbatches,
         optimizer=config.optimizer.name,
         accumulate=config.update.accumulate,
-        steps_in_flight=POLICIES[config.update.policy].steps_in_flight,
+        ahead=config.microbatches_ahead,
     )
 
 

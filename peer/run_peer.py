@@ -253,7 +253,9 @@ class PeerProcess:
                 own,
                 pipeline,
                 compute,
-                POLICIES[config.update.policy](reducer, config.wire.gradients),
+                POLICIES[config.update.policy](
+                    reducer, config.wire.gradients, config.microbatches_ahead
+                ),
                 config.optimizer,
                 trainers,
                 find_leader,

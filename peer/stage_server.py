@@ -29,7 +29,7 @@ from swarm.delayed_state import State
 from swarm.device import Arrivals, Uploader, settle
 from swarm.errors import RefusedError, StageFailedError, TransportError, WireError
 from swarm.finite import NotFiniteError, finite
-from swarm.ledger import Do, Ledger
+from swarm.ledger import Decision, Do, Ledger
 from swarm.model.stage import gradient_specs
 from swarm.net.channel import CallFailedError, Channel, Message, Method
 from swarm.net.links import Links
@@ -91,6 +91,7 @@ class StageServer:
         compute: Compute,
         *,
         codecs: BoundaryCodecs = LOSSLESS,
+        ahead: int = 0,
         slots: int | None = 4,
         kept_bytes: int = 1 << 30,
         probe: Probe = no_probe,
@@ -98,7 +99,7 @@ class StageServer:
         self.stage, self.state, self.pipeline = stage, state, pipeline
         # Stages of one process share their device, and its watch.
         self.compute = compute if isinstance(compute, WatchedCompute) else WatchedCompute(compute)
-        self.codecs, self.probe = codecs, probe
+        self.codecs, self.ahead, self.probe = codecs, ahead, probe
         versions = state.live
         self.parts = [
             Part(version, Ledger(step, len(versions)), KeptAnswers(kept_bytes // len(versions)))
@@ -120,6 +121,11 @@ class StageServer:
     def part_of(self, step: int) -> Part:
         """Of that step, if it is under way; its ledger says so."""
         return self.parts[step % len(self.parts)]
+
+    def _version(self, part: Part, index: int) -> StageState:
+        """What a microbatch of `part` is computed with: those that need not wait for the commit
+        before theirs do not see what it makes."""
+        return part.state if index < self.ahead else self.state.live[-1]
 
     @property
     def oldest(self) -> Part:
@@ -191,12 +197,7 @@ class StageServer:
         if call.term > part.ledger.term:
             # A call comes from any peer: only an order of the trainer itself raises the term.
             raise RefusedError("no order of that term has come here")
-        decision = part.ledger.on_call(call.term, call.step, call.index, call.try_, call.attempt)
-        while decision.do is Do.AWAIT_COMMIT:
-            await self.commit_of(call.step - len(self.parts))
-            decision = part.ledger.on_call(
-                call.term, call.step, call.index, call.try_, call.attempt
-            )
+        decision = await self._decide(part, call)
         if decision.do is Do.REFUSE:
             raise CallFailedError("refused", decision.reason, hop=call.hop)
         if decision.do is Do.RUN:
@@ -228,6 +229,18 @@ class StageServer:
                 raise CallFailedError("refused", "given up here", hop=call.hop) from None
             raise
         return self._answer(work, below, dx)
+
+    async def _decide(self, part: Part, call: MicrobatchCall) -> Decision:
+        """What the ledger says, once what the microbatch is computed with is there."""
+        while True:
+            if call.index >= self.ahead and part.ledger.step == call.step:
+                await self.commit_of(call.step - 1)
+            decision = part.ledger.on_call(
+                call.term, call.step, call.index, call.try_, call.attempt
+            )
+            if decision.do is not Do.AWAIT_COMMIT:
+                return decision
+            await self.commit_of(call.step - len(self.parts))
 
     async def _forward(
         self, part: Part, work: Work, call: MicrobatchCall, tensors: Sequence[WireTensor]
@@ -272,7 +285,9 @@ class StageServer:
         arrived = arrivals.tensors()
         batch, inputs = self._named(arrived)
         divisor = call.divisor if call.is_last else None
-        graph = part.state.forward(call.step, call.index, inputs, batch, divisor)
+        graph = self._version(part, call.index).forward(
+            call.step, call.index, inputs, batch, divisor
+        )
         if not work.nonfinite and not finite(graph.outputs):
             if not call.nonfinite and finite(arrived):
                 raise NotFiniteError("its forward gives what is no number")
@@ -375,7 +390,9 @@ class StageServer:
                     raise NotFiniteError("its backward gives what is no number")
                 part.nonfinite = True
 
-        answers = part.state.backward(graph, gradients or None, count=count_it, check=check)
+        answers = self._version(part, call.index).backward(
+            graph, gradients or None, into=part.state if count_it else None, check=check
+        )
         dx = self.codecs.encode(answers, self.stage - 1, BACKWARD, (call.step, call.index))
         settle(self.state.device)
         return dx

@@ -235,7 +235,9 @@ class OptimizerSection(Section):
         default=0.1, ge=0, description="Decoupled decay; never on norms and biases."
     )
     momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum of sgd.")
-    nesterov: bool = Field(default=False, description="Nesterov momentum of sgd.")
+    nesterov: bool = Field(
+        default=False, description="Nesterov momentum, of sgd and of adamw (NAdam)."
+    )
     clip_norm: float = Field(
         default=1.0, ge=0, description="Largest gradient norm over all stages; 0 never clips."
     )
@@ -256,7 +258,7 @@ class OptimizerSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if self.nesterov and self.momentum == 0:
+        if self.nesterov and self.name != "adamw" and self.momentum == 0:
             raise ValueError("optimizer.nesterov needs optimizer.momentum above 0")
         return self
 
@@ -328,7 +330,15 @@ class UpdateSection(Section):
     policy: Literal["exact", "delayed"] = Field(
         default="exact",
         description="exact: each step counts each microbatch once. delayed: as exact, but "
-        "averaging overlaps with the next step and gradients are one step stale; for slow uplinks.",
+        "averaging overlaps with the next step, whose first gradients are one step stale; for slow "
+        "uplinks.",
+    )
+    ahead: float = Field(
+        default=0.25,
+        gt=0,
+        le=1,
+        description="delayed: share of a step's microbatches that are computed before the commit "
+        "of the step before, one step stale. Averaging is hidden behind them, and each costs loss.",
     )
     accumulate: Literal["float64", "float32"] = Field(
         default="float64",
@@ -380,6 +390,13 @@ class RunConfig(Section):
     def run_id(self) -> str:
         """The first 32 hex digits of the sha256 of the canonical bytes."""
         return run_id_of(canonical_bytes(self))
+
+    @property
+    def microbatches_ahead(self) -> int:
+        """How many of a step's microbatches may be computed before the commit of the one before."""
+        if self.update.policy == "exact":
+            return 0
+        return max(1, round(self.update.ahead * self.batch.microbatches))
 
     @model_validator(mode="after")
     def _boundaries(self) -> Self:

@@ -1,11 +1,12 @@
 """A stage that is trained one step stale, so that averaging overlaps with the next step's work.
 
-With the policy *delayed* the microbatches of step s are computed with V_(s-1), and the commit of s
-makes V_(s+1) out of V_s with their gradient (V_0 are the first weights, and serve steps 0 and 1).
-So V_s, which step s+1 needs, is there before s is averaged (docs/decisions/delayed.md). Held are
-two versions of the parameters, each with the accumulator of the step that is computed with it, and
-the optimizer's own state, of the newest. A constant delay of one step in all stages is the update
-rule of PipeDream-2BW (arXiv 2006.09503, section 3.1); being constant, one process computes it too.
+With the policy *delayed* the first microbatches of step s are computed with V_(s-1), the others
+with V_s, and the commit of s makes V_(s+1) out of V_s with their gradient (V_0 are the first
+weights, and V_(-1) too). So step s+1 can begin before s is averaged (docs/decisions/delayed.md).
+Held are two versions of the parameters, each with the accumulator of the step that begins with it,
+and the optimizer's own state, of the newest. Where all microbatches are the first ones this is the
+update rule of PipeDream-2BW (arXiv 2006.09503, section 3.1). Which are is part of the run, so one
+process computes the same.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class DelayedState:
 
     @property
     def live(self) -> tuple[StageState, ...]:
-        """What steps s and s+1 are computed with: V_(s-1) and V_s."""
+        """What steps s and s+1 begin with: V_(s-1) and V_s."""
         return self._previous, self._newest
 
     @property

@@ -15,9 +15,10 @@ What else it takes:
 - Parameters lie flat with the decayed ones first (`ParameterLayout`), so decay is a prefix, and the
   padding between parameters, being zero in gradient and parameter, stays zero.
 
-Work goes through in chunks that stay in the cache with two temporaries, instead of ten passes
-over main memory. The formulas are torch's: Loshchilov and Hutter 2019 (AdamW), Sutskever et al.
-2013 with torch's convention of the learning rate outside the momentum (SGD, Nesterov).
+Work goes through in chunks that stay in the cache with their temporaries, instead of ten passes
+over main memory. The formulas are torch's: Loshchilov and Hutter 2019 (AdamW), Dozat 2016 (AdamW
+with Nesterov momentum: `torch.optim.NAdam` with decoupled decay and constant momentum), Sutskever
+et al. 2013 with torch's convention of the learning rate outside the momentum (SGD, Nesterov).
 
 Any other `torch.optim` name works through `swarm.torch_optimizer`, whose bits are only promised
 among machines with equal `numerics_fingerprint`.
@@ -42,7 +43,7 @@ __all__ = [
     "numerics_fingerprint", "power",
 ]  # fmt: skip
 
-CHUNK_ELEMENTS = 64 * 1024  # parameters, gradient, two moments, two temporaries: 1.5 MiB
+CHUNK_ELEMENTS = 64 * 1024  # parameters, gradient, two moments, temporaries: 1.75 MiB
 
 
 def clip_scale(norm: float, clip_norm: float) -> float:
@@ -86,7 +87,7 @@ class _ChunkedOptimizer(FlatOptimizer):
             chunk_elements *= 256  # launches cost more than cache misses there
         self._chunk_elements = max(1, min(chunk_elements, num_elements))
         self._temporaries = [
-            torch.empty(self._chunk_elements, dtype=torch.float32, device=device) for _ in range(2)
+            torch.empty(self._chunk_elements, dtype=torch.float32, device=device) for _ in range(3)
         ]
 
     @staticmethod
@@ -119,12 +120,14 @@ class AdamW(_ChunkedOptimizer):
     ) -> None:
         self._check(parameters, gradient, step)
         beta1, beta2 = self.settings.betas
-        step_size = lr / (1.0 - power(beta1, step))
+        correction = 1.0 / (1.0 - power(beta1, step))
+        ahead = beta1 / (1.0 - power(beta1, step + 1))
+        step_size = lr if self.settings.nesterov else lr / (1.0 - power(beta1, step))
         root_correction = 1.0 / math.sqrt(1.0 - power(beta2, step))
         shrink = 1.0 - lr * self.settings.weight_decay
         for chunk, decayed in self._chunks():
             num = chunk.stop - chunk.start
-            g, update = (temporary[:num] for temporary in self._temporaries)
+            g, update, mean_ahead = (temporary[:num] for temporary in self._temporaries)
             mean, square = self._state["exp_avg"][chunk], self._state["exp_avg_sq"][chunk]
             p = parameters[chunk]
             torch.mul(gradient[chunk], scale, out=g)
@@ -134,7 +137,11 @@ class AdamW(_ChunkedOptimizer):
             square.mul_(beta2).add_(g)
             torch.sqrt(square, out=g)
             g.mul_(root_correction).add_(self.settings.eps)
-            torch.div(mean, g, out=update)
+            if self.settings.nesterov:  # the mean as it will be if the next gradient is this one
+                torch.mul(mean, ahead, out=mean_ahead)
+                update.mul_(correction).add_(mean_ahead).div_(g)
+            else:
+                torch.div(mean, g, out=update)
             update.mul_(step_size)
             if decayed and shrink != 1.0:
                 p.mul_(shrink)
@@ -160,7 +167,7 @@ class SGD(_ChunkedOptimizer):
         decay, momentum = self.settings.weight_decay, self.settings.momentum
         for chunk, decayed in self._chunks():
             num = chunk.stop - chunk.start
-            g, temporary = (t[:num] for t in self._temporaries)
+            g, temporary = (t[:num] for t in self._temporaries[:2])
             p = parameters[chunk]
             torch.mul(gradient[chunk], scale, out=g)
             if decayed and decay:

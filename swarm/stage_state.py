@@ -65,7 +65,7 @@ class StageState:
 
     @property
     def live(self) -> tuple[StageState, ...]:
-        """What the steps under way are computed with, the oldest first. One step: this one."""
+        """What the steps under way begin with, the oldest first. One step: this one."""
         return (self,)
 
     def forward(
@@ -95,23 +95,23 @@ class StageState:
         graph: Graph,
         gradients: Sequence[Tensor] | None,
         *,
-        count: bool,
+        into: StageState | None,
         check: Callable[[tuple[Tensor, ...]], None] = lambda answers: None,
     ) -> tuple[Tensor, ...]:
-        """Gradients of the graph's inputs. With `count`, parameter gradients are accumulated,
-        unless `check` raises, which is shown those of the inputs first.
+        """Gradients of the graph's inputs. Those of the parameters are added to the accumulator of
+        `into` (None: of nobody), unless `check` raises, which is shown those of the inputs first.
 
         Either everything is added to the accumulator or, when this raises, nothing; but if adding
-        itself raises, part of it may be in there, and `spoiled` is true until `clear`.
+        itself raises, part of it may be in there, and `into` is `spoiled` until its `clear`.
         """
-        was_spoiled = self.spoiled
+        was_spoiled = into is not None and into.spoiled
         try:
             answers = backward(graph.inputs, graph.outputs, gradients)
             check(answers)
-            if count:
-                self._dirty = self.spoiled = True
-                self.layout.grad_into(self.stage, self.accumulator)
-                self.spoiled = was_spoiled
+            if into is not None:
+                into._dirty = into.spoiled = True
+                self.layout.grad_into(self.stage, into.accumulator)
+                into.spoiled = was_spoiled
             return answers
         finally:
             for _, parameter in self.stage.named_parameters():

@@ -55,6 +55,7 @@ class UpdatePolicy(Protocol):
     name: str
     unit: str  # what becomes real at once
     cost_of_a_death: str
+    ahead: int  # microbatches of a step that are computed before the commit of the one before
     steps_in_flight: int  # whose microbatches are counted before the oldest of them is committed
 
     async def prepare(
@@ -83,8 +84,8 @@ class ExactPolicy:
     cost_of_a_death = "computing again what the dead replica had counted in that step"
     steps_in_flight = 1
 
-    def __init__(self, reducer: Reducer, codec: str = EXACT) -> None:
-        self._reducer, self._codec = reducer, codec
+    def __init__(self, reducer: Reducer, codec: str = EXACT, ahead: int = 0) -> None:
+        self._reducer, self._codec, self.ahead = reducer, codec, ahead
 
     async def prepare(
         self,
@@ -114,12 +115,14 @@ class ExactPolicy:
 
 
 class DelayedPolicy(ExactPolicy):
-    """The same update, averaged while the next step's microbatches go round, which therefore are
-    computed one step stale (`swarm.delayed_state`, docs/decisions/delayed.md)."""
+    """The same update, averaged while the next step's first `ahead` microbatches go round, which
+    therefore are computed one step stale (`swarm.delayed_state`, docs/decisions/delayed.md)."""
 
     name = "delayed"
     cost_of_a_death = "computing again what the dead replica had counted in at most two steps"
     steps_in_flight = 2
 
+
+ALL = 1 << 32  # as `ahead`: every microbatch that a step can have
 
 POLICIES = {policy.name: policy for policy in (ExactPolicy, DelayedPolicy)}

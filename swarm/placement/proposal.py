@@ -43,7 +43,8 @@ class Work:
     """What a microbatch and a step are. Per layer: `flops` of forward and backward, `parameters`,
     `activation_bytes` held between them. `boundary_values`: numbers that cross a boundary, one
     way. `microbatches` per step; `slots` in flight per replica (None: 2 * stages + 2,
-    what a peer holds at most). With two `steps_in_flight` averaging overlaps with the next step."""
+    what a peer holds at most). Averaging overlaps with
+    the first `ahead` microbatches of the next step."""
 
     flops: tuple[float, ...]
     parameters: tuple[int, ...]
@@ -53,7 +54,7 @@ class Work:
     optimizer: str = "adamw"
     accumulate: str = "float64"
     slots: int | None = None
-    steps_in_flight: int = 1
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ def _needs(work: Work, cut: Sequence[int]) -> tuple[StageNeed, ...]:
             accumulate=work.accumulate,
             activation_bytes=sum(work.activation_bytes[part]),
             slots=work.slots or 2 * len(cut) + 2,
-            steps_in_flight=work.steps_in_flight,
+            steps_in_flight=2 if work.ahead else 1,
         )
         needs.append(StageNeed(sum(work.flops[part]), memory.total, 4 * parameters))
         start += layers
@@ -194,7 +195,5 @@ def _over_a_step(work: Work, rate: float, averaging_s: float) -> float:
     if rate <= 0:
         return 0.0
     working_s = work.microbatches / rate
-    overlapping = work.steps_in_flight > 1
-    return work.microbatches / (
-        max(working_s, averaging_s) if overlapping else working_s + averaging_s
-    )
+    hidden_s = min(averaging_s, working_s * work.ahead / work.microbatches)
+    return work.microbatches / (working_s + averaging_s - hidden_s)

@@ -41,7 +41,7 @@ from swarm.wire.codecs import (
     codec_for,
 )
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 FRAME_VERSION = 1
 MAGIC = b"SWP"
 MAX_HEADER_BYTES = 1 << 20

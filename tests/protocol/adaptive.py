@@ -153,7 +153,7 @@ class AdaptiveSwarm(Swarm):
                 links,
                 self.pipeline,
                 StageCompute(device, seconds_of),
-                POLICIES[self.policy](reducer, self.gradients),
+                POLICIES[self.policy](reducer, self.gradients, self.plan.ahead),
                 OPTIMIZER,
                 self.trainer_ids,
                 find_leader,

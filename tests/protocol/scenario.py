@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peer.snapshots import CHUNK
+from swarm.averaging.policy import ALL
 from tests.protocol.faults import ACTIONS, LEADER, MOVER, Fault
 from tests.protocol.moving import MovingSwarm
 from tests.protocol.simulated import Swarm
@@ -66,6 +67,7 @@ class Scenario:
     chunk: int = CHUNK  # elements of a state that a donor gives at once
     faults: tuple[Fault, ...] = ()
     policy: str = "exact"
+    ahead: int = ALL  # with the delayed policy
     twins_bps: float = 0.0  # of the links between replicas of a stage, if not as all
     costs: tuple[float, ...] = ()
     then: tuple[float, ...] = ()
@@ -107,6 +109,7 @@ class Scenario:
             latency_s=self.latency_s,
             checkpoint_every=self.checkpoints,
             policy=self.policy,
+            ahead=self.ahead,
             batches=TinyBatches(poisoned=self.poisoned),
             trainer_ids=self.trainer_ids,
             leases=dict(zip(self.trainer_ids, self.leases, strict=False)),
@@ -119,7 +122,9 @@ class Scenario:
     def run(self, swarm: Swarm | None = None) -> Swarm:
         """Raises AssertionError, TimeoutError, DeadlockError or whatever else went wrong."""
         swarm = swarm or self.swarm()
-        expected, _ = baseline(self.steps, self.microbatches, self.poisoned, self.policy)
+        expected, _ = baseline(
+            self.steps, self.microbatches, self.poisoned, self.policy, self.ahead
+        )
         result = swarm.run(self.steps, limit_s=LIMIT_S)
         assert result["sha256"] == expected, "other parameters than the baseline"
         if not swarm.fired:
@@ -214,7 +219,8 @@ def draw(seed: int, number: int = 0) -> Scenario:
     if seed >= DELAYED_FROM:  # a step more: at the run's end there is none to work ahead
         scenario = dataclasses.replace(scenario, policy="delayed", steps=scenario.steps + 1)
         twins_bps = r.choice((0.0, 20_000.0, 60_000.0, 200_000.0))  # so that averaging takes time
-        return dataclasses.replace(scenario, twins_bps=twins_bps)
+        ahead = random.Random(f"{seed}/{number}/ahead").choice((ALL, ALL, 1, 2))
+        return dataclasses.replace(scenario, twins_bps=twins_bps, ahead=ahead)
     return scenario
 
 

@@ -25,7 +25,7 @@ from peer.quorum import Quorum
 from peer.restoring import Origin, Saved
 from peer.trainer import Trainer
 from swarm.averaging.all_reduce import GroupAllReduce
-from swarm.averaging.policy import POLICIES
+from swarm.averaging.policy import ALL, POLICIES
 from swarm.compute import InlineCompute, Kind
 from swarm.consensus import Vote
 from swarm.errors import StorageError
@@ -139,6 +139,7 @@ class Swarm:
     checkpoint_every: int = 0  # steps; 0: none, and nobody goes back
     chunk: int | None = None  # elements of a state that donors give at once; None: as usual
     policy: str = "exact"
+    ahead: int = ALL  # with the delayed policy
 
     def __post_init__(self) -> None:
         self.context = contextvars.copy_context()  # of no process
@@ -319,7 +320,7 @@ class Swarm:
             links,
             self.pipeline,
             compute,
-            POLICIES[self.policy](reducer, self.gradients),
+            POLICIES[self.policy](reducer, self.gradients, self.plan.ahead),
             OPTIMIZER,
             self.trainer_ids,
             find_leader,
@@ -473,8 +474,8 @@ class Swarm:
 
     async def main(self, num_steps: int) -> dict[str, str]:
         self.num_steps = num_steps
-        steps_in_flight = POLICIES[self.policy].steps_in_flight
-        self.plan = replace(self.plan, num_steps=num_steps, steps_in_flight=steps_in_flight)
+        ahead = 0 if self.policy == "exact" else self.ahead
+        self.plan = replace(self.plan, num_steps=num_steps, ahead=ahead)
         self.done: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
         for name in self.trainer_ids:
             self.start_trainer(name)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from swarm.averaging.policy import ALL
 from swarm.ledger import Phase
 from tests.protocol.scenario import DELAYED_FROM, draw, run_seed
 from tests.protocol.simulated import LEADER, Fault, Swarm, baseline, plan
@@ -27,7 +28,7 @@ def delayed(*faults: Fault, microbatches: int = MICROBATCHES, **more: Any) -> Sw
 
 
 def check(swarm: Swarm, steps: int = STEPS) -> Swarm:
-    expected, _ = baseline(steps, swarm.plan.num_microbatches, policy="delayed")
+    expected, _ = baseline(steps, swarm.plan.num_microbatches, policy="delayed", ahead=swarm.ahead)
     assert swarm.run(steps)["sha256"] == expected
     assert len(swarm.fired) == len(swarm.faults), "nothing was injected"
     return swarm
@@ -42,20 +43,33 @@ def slow_averaging(swarm: Swarm, rate_bps: float = 60_000.0) -> Swarm:
 # ---- no faults -----------------------------------------------------------------------------------
 
 
+some = pytest.mark.parametrize("ahead", [ALL, 2, 1], ids=["all", "two", "one"])  # of a step
+
+
+@some
 @pytest.mark.parametrize("replicas", [(1,), (2,), (1, 3), (2, 2, 2), (1, 2, 1, 2, 1)], ids=str)
-def test_the_bits_of_one_process(replicas: tuple[int, ...]) -> None:
-    check(delayed(num_stages=len(replicas), replicas=replicas))
-    assert baseline(STEPS, MICROBATCHES)[0] != baseline(STEPS, MICROBATCHES, policy="delayed")[0]
+def test_the_bits_of_one_process(replicas: tuple[int, ...], ahead: int) -> None:
+    check(delayed(num_stages=len(replicas), replicas=replicas, ahead=ahead))
 
 
+def test_what_is_computed_ahead_decides_the_bits() -> None:
+    ends = [baseline(STEPS, MICROBATCHES, policy="delayed", ahead=ahead)[0] for ahead in range(7)]
+    assert len(set(ends)) == 7
+    assert ends[0] == baseline(STEPS, MICROBATCHES)[0], "nothing ahead is the exact policy"
+    assert ends[6] == baseline(STEPS, MICROBATCHES, policy="delayed", ahead=ALL)[0]
+
+
+@some
 @pytest.mark.parametrize("steps", [1, 2])
-def test_short_runs(steps: int) -> None:
-    check(delayed(), steps)
+def test_short_runs(steps: int, ahead: int) -> None:
+    check(delayed(ahead=ahead), steps)
 
 
-def test_few_slots_and_evicted_answers() -> None:
-    check(delayed(slots=1))
-    swarm = delayed(Fault("counted", "kill", replica="r1.1", step=2, count=2), kept_bytes=400)
+@some
+def test_few_slots_and_evicted_answers(ahead: int) -> None:
+    check(delayed(slots=1, ahead=ahead))
+    fault = Fault("counted", "kill", replica="r1.1", step=2, count=2)
+    swarm = delayed(fault, kept_bytes=400, ahead=ahead)
     check(swarm)
     assert swarm.evictions()
 
@@ -126,9 +140,10 @@ def test_long_lines_cost_no_more_than_filling_the_pipeline() -> None:
     assert Timed("delayed", 1e9, 3, 0.030).step_s < near_s < far_s / 1.3
 
 
-def test_two_steps_at_most_are_under_way() -> None:
-    swarm = slow_averaging(delayed())
-    ahead: Counter[bool] = Counter()
+@some
+def test_two_steps_at_most_are_under_way(ahead: int) -> None:
+    swarm = slow_averaging(delayed(ahead=ahead))
+    early: Counter[bool] = Counter()
 
     def note(who: str, point: str, facts: dict[str, Any]) -> None:
         passed(who, point, facts)
@@ -136,11 +151,13 @@ def test_two_steps_at_most_are_under_way() -> None:
             server = swarm.members[who].server
             assert server is not None
             assert facts["step"] - server.ledger.step in (0, 1)
-            ahead[facts["step"] > server.ledger.step] += 1
+            if facts["index"] >= ahead:
+                assert facts["step"] == server.ledger.step, "it needs the commit before"
+            early[facts["step"] > server.ledger.step] += 1
 
     passed, swarm.on_probe = swarm.on_probe, note  # type: ignore[method-assign]
     check(swarm)
-    assert ahead[True]
+    assert early[True]
 
 
 # ---- deaths --------------------------------------------------------------------------------------
@@ -153,14 +170,15 @@ def kernels(swarm: Swarm, point: str) -> Counter[int]:
     return Counter(int(who[1]) for _, who, passed, _ in swarm.events if passed == point)
 
 
+@some
 @pytest.mark.parametrize("point", POINTS)
 @pytest.mark.parametrize("back_s", [0.0, 0.5], ids=["gone", "back"])
 def test_a_death_costs_its_stage_what_it_had_counted_in_two_steps(
-    point: str, back_s: float
+    point: str, back_s: float, ahead: int
 ) -> None:
     for seed, step in ((0, 1), (1, 3)):
         fault = Fault(point, "kill", replica="r1.1", step=step, duration_s=back_s)
-        swarm = check(slow_averaging(delayed(fault, seed=seed)))
+        swarm = check(slow_averaging(delayed(fault, seed=seed, ahead=ahead)))
         once = MICROBATCHES * STEPS
         for each in ("forward", "backward"):
             counts = kernels(swarm, each)
@@ -273,13 +291,14 @@ def test_a_state_that_differs_starts_both_steps_anew() -> None:
 LEADER_POINTS = ("issue", "acknowledged", "counted", "average", "prepared", "record", "commit")
 
 
+@some
 @pytest.mark.parametrize("point", LEADER_POINTS)
-def test_a_leader_that_starts_again_adopts_both_steps(point: str) -> None:
+def test_a_leader_that_starts_again_adopts_both_steps(point: str, ahead: int) -> None:
     """Nothing is computed twice but what was not counted when it died."""
     for seed, step in ((0, 0), (1, 2)):
         count = 1 if point == "record" else 4 if step else 2
         fault = Fault(point, "kill", step=step, victim=LEADER, count=count)
-        swarm = check(slow_averaging(delayed(fault, seed=seed)))
+        swarm = check(slow_averaging(delayed(fault, seed=seed, ahead=ahead)))
         assert swarm.lives[LEADER] == 2
         assert swarm.committed == sorted(set(swarm.committed))
         once = MICROBATCHES * STEPS

@@ -15,7 +15,7 @@ from torch import Tensor, nn, tanh
 
 from peer.baseline import Baseline
 from peer.leader import Plan, StepResult
-from swarm.averaging.policy import POLICIES
+from swarm.averaging.policy import ALL
 from swarm.model.custom import CustomPipeline, Pipeline
 from swarm.schedule import Schedule
 
@@ -114,10 +114,11 @@ def baseline(
     num_microbatches: int = 4,
     poisoned: tuple[Place, ...] = (),
     policy: str = "exact",
+    ahead: int = ALL,
 ) -> tuple[str, list[StepResult]]:
     """sha256 and step results of the one-process run."""
     batches = TinyBatches(poisoned=poisoned)
-    chosen = plan(num_microbatches, steps_in_flight=POLICIES[policy].steps_in_flight)
+    chosen = plan(num_microbatches, ahead=0 if policy == "exact" else ahead)
     oracle = Baseline(chosen, shared_pipeline(1), batches, OPTIMIZER)
     results = list(oracle.steps(num_steps))
     return oracle.report()["sha256"], results

@@ -139,13 +139,13 @@ def test_every_example_loads(path: Path) -> None:
         ('tokenizer = "bytes"', 'tokenizer = "bpe"', "data.vocab_size must be above 256"),
         ('name = "adamw"', 'name = "RAdamm"', "neither adamw, sgd nor a class of torch.optim"),
         ('name = "adamw"', 'name = "LBFGS"', "cannot run from dense gradients"),
-        ("nesterov = false", "nesterov = true", "optimizer.nesterov needs optimizer.momentum"),
         ("warmup_steps = 20", "warmup_steps = 301", "schedule.warmup_steps is 301, above"),
         ('activations = "float32"', 'activations = "int9"', "wire.activations should be 'float32'"),
         ('rounding = "nearest"', 'boundaries = [{ boundary = 2 }]', "boundary 2, but 3 stages"),
         ('rounding = "nearest"', 'boundaries = [{ boundary = 0 }, { boundary = 0 }]', "0 twice"),
         ('rounding = "nearest"', 'boundaries = [{ boundary = 0, up = 1 }]', "boundaries[0].up"),
         ('policy = "exact"', 'policy = "diloco"', "update.policy should be 'exact'"),
+        ("ahead = 0.25", "ahead = 0.0", "update.ahead should be greater than 0"),
         ("microbatches = 8", "microbatches = 0", "batch.microbatches should be greater than"),
         ("kept_mib = 512", "kept_mib = 0", "memory.kept_mib"),
         ("[run]", "[run", "not valid TOML"),
@@ -154,6 +154,13 @@ def test_every_example_loads(path: Path) -> None:
 )  # fmt: skip
 def test_refused_in_one_line_that_names_the_key(old: str, new: str, said: str) -> None:
     assert said in error_of(changed(old, new))
+
+
+def test_nesterov_needs_a_momentum() -> None:
+    text = changed("nesterov = false", "nesterov = true")
+    assert parse_toml(text).optimizer.nesterov, "adamw has one"
+    said = error_of(text.replace('name = "adamw"', 'name = "sgd"'))
+    assert "optimizer.nesterov needs optimizer.momentum above 0" in said
 
 
 def test_missing_model_is_said() -> None:
@@ -241,7 +248,7 @@ def test_canonical_form_is_golden() -> None:
     """A file keeps its run id; if that must change, the protocol version rises."""
     canonical = canonical_bytes(parse_toml(CUSTOM))
     assert canonical.startswith(b'{"batch":{"microbatch_size":8,"microbatches":16},"checkpoint":')
-    assert run_id_of(canonical) == "e17de1f3c096277952476035fddf7ae3"
+    assert run_id_of(canonical) == "a35110e00564a810547aa201c83df4f0"
 
 
 @given(

@@ -16,7 +16,7 @@ from peer.checkpointing import write_state
 from peer.inquiries import snapshot_mark
 from peer.resume import CheckpointReader
 from peer.snapshots import Snapshot
-from swarm.averaging.policy import POLICIES
+from swarm.averaging.policy import ALL, POLICIES
 from swarm.delayed_state import PREVIOUS, DelayedState, State, new_state
 from swarm.ledger import Do, Ledger
 from swarm.optim import make_optimizer
@@ -40,7 +40,7 @@ def batch(step: int) -> dict[str, Tensor]:
 def count(state: State, step: int) -> Tensor:
     """One microbatch of a step in the oldest version; its gradient."""
     version = state.live[0]
-    version.backward(version.forward(step, 0, (), batch(step), 4.0), None, count=True)
+    version.backward(version.forward(step, 0, (), batch(step), 4.0), None, into=version)
     return version.accumulator.to(torch.float32)
 
 
@@ -83,12 +83,12 @@ def test_a_commit_leaves_the_next_steps_work_as_it_is() -> None:
     for each in (alone, ours):
         each.apply(count(each, 0), lr=0.1, scale=1.0)
     version = alone.live[1]
-    version.backward(version.forward(2, 0, (), batch(2), 4.0), None, count=True)
+    version.backward(version.forward(2, 0, (), batch(2), 4.0), None, into=version)
 
     version = ours.live[1]
     graph = version.forward(2, 0, (), batch(2), 4.0)
     ours.apply(count(ours, 1), lr=0.1, scale=1.0)
-    version.backward(graph, None, count=True)
+    version.backward(graph, None, into=version)
     assert version is ours.live[0]
     assert torch.equal(ours.accumulator, alone.live[1].accumulator)
     assert ours.accumulator.any()
@@ -188,7 +188,7 @@ def test_a_checkpoint_of_another_policy_serves_as_first_weights_do(tmp_path: Pat
 
 def test_a_baseline_that_resumes_ends_with_the_same_bits(tmp_path: Path) -> None:
     def oracle() -> Baseline:
-        return Baseline(plan(steps_in_flight=2), shared_pipeline(1), TinyBatches(), OPTIMIZER)
+        return Baseline(plan(ahead=ALL), shared_pipeline(1), TinyBatches(), OPTIMIZER)
 
     first, second = oracle(), oracle()
     list(first.steps(3))

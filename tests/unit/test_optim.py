@@ -33,6 +33,7 @@ class Layout:
     num_decayed = 1536
 
 
+NADAM = Settings(nesterov=True)
 SGD_KINDS = [
     Settings("SGD"),
     Settings("SGD", momentum=0.9),
@@ -59,7 +60,7 @@ def run(settings: Settings, steps: int = 5, num: int = 3000, chunk: int = 1 << 1
     return digest.hexdigest()
 
 
-@pytest.mark.parametrize("settings", [Settings(), Settings(weight_decay=0.0), *SGD_KINDS])
+@pytest.mark.parametrize("settings", [Settings(), Settings(weight_decay=0.0), NADAM, *SGD_KINDS])
 def test_agrees_with_torch(settings: Settings) -> None:
     torch.manual_seed(0)
     mine = torch.randn(Layout.total)
@@ -69,7 +70,11 @@ def test_agrees_with_torch(settings: Settings) -> None:
         {"params": [reference[1]], "weight_decay": 0.0},
     ]
     theirs: torch.optim.Optimizer
-    if settings.name == "AdamW":
+    if settings == NADAM:  # its momentum grows to beta1 so fast that it is constant
+        theirs = torch.optim.NAdam(
+            groups, lr=0.01, betas=settings.betas, momentum_decay=1e6, decoupled_weight_decay=True
+        )
+    elif settings.name == "AdamW":
         theirs = torch.optim.AdamW(groups, lr=0.01, betas=settings.betas, eps=settings.eps)
     else:
         theirs = torch.optim.SGD(
@@ -88,7 +93,7 @@ def test_agrees_with_torch(settings: Settings) -> None:
     assert torch.allclose(mine, torch.cat(reference), rtol=2e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("settings", [Settings(), *SGD_KINDS])
+@pytest.mark.parametrize("settings", [Settings(), NADAM, *SGD_KINDS])
 def test_chunks_and_threads_do_not_change_bits(settings: Settings) -> None:
     expected = run(settings)
     assert {run(settings, chunk=chunk) for chunk in (7, 256, 1000)} == {expected}
@@ -106,8 +111,8 @@ def test_chunks_and_threads_do_not_change_bits(settings: Settings) -> None:
 def test_same_bits_on_every_cpu_capability() -> None:
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]);"
-        "from test_optim import Settings, SGD_KINDS, run;"
-        "print([run(s) for s in [Settings(), *SGD_KINDS]])"
+        "from test_optim import NADAM, SGD_KINDS, Settings, run;"
+        "print([run(s) for s in [Settings(), NADAM, *SGD_KINDS]])"
     )
     outputs = {
         subprocess.run(
@@ -119,7 +124,7 @@ def test_same_bits_on_every_cpu_capability() -> None:
         ).stdout
         for capability in ("default", "avx2")
     }
-    assert outputs == {f"{[run(s) for s in [Settings(), *SGD_KINDS]]}\n"}
+    assert outputs == {f"{[run(s) for s in [Settings(), NADAM, *SGD_KINDS]]}\n"}
 
 
 @pytest.mark.parametrize(
