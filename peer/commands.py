@@ -357,7 +357,10 @@ def run_baseline(
     config = stamped(config, "baseline")
     be_exact(where, threads)
     num_steps = steps_to_train(config, steps)
-    with ReportWriter(report) as writer, contextlib.closing(open_data(config)) as dataset:
+    with (
+        ReportWriter(report, config.run_id) as writer,
+        contextlib.closing(open_data(config)) as dataset,
+    ):
         oracle = Baseline(
             plan_of(config),
             whole_model(config),

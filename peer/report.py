@@ -3,6 +3,9 @@
 Two reports of one run config can be compared line by line: the last lines of a swarm and of its
 baseline name the same `sha256` where they trained the same (docs/determinism.md). A report is asked
 for by a flag, so, unlike events, not being able to write it is an error.
+
+A run lives longer than its processes, and so does its report: a process that goes on with a run
+goes on with the file. Every line begins with the run's id, which tells whose report a file is.
 """
 
 from __future__ import annotations
@@ -20,29 +23,43 @@ STEP_KEYS = ("step", "loss", "grad_norm", "tokens", "wall_s")
 
 
 class ReportWriter:
-    """Writes a new report to `path`; with None it does nothing. Every line is flushed.
+    """Writes the report of the run `run_id` to `path`; with None nothing. Every line is flushed.
+
+    A report of this run that is there is gone on with: what it says of the steps before the first
+    one written now stays, the rest goes; the same when the run goes back meanwhile. Until a line is
+    written nothing changes. A file with anything else in it is refused.
 
     Raises StorageError here and in every method when the disk refuses.
     """
 
-    def __init__(self, path: str | Path | None) -> None:
+    def __init__(self, path: str | Path | None, run_id: str) -> None:
         self.path = None if path is None else Path(path)
-        self._file: IO[str] | None = None
+        self.run_id = run_id
+        self._file: IO[bytes] | None = None
+        self._last: int | None = None  # step of the last line, once one is written
         if self.path is not None:
             try:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self.path.open("w", encoding="utf-8")
+                # A pipe or device has no past.
+                self._plain = self.path.is_file() or not self.path.exists()
+                self._file = self.path.open("a+b" if self._plain else "wb")
+                if self._plain:
+                    self._check_whose(self._file)
             except OSError as error:
                 raise self._refused(error) from None
 
     def step(self, result: Any) -> None:
         """A committed step: a StepResult, or anything with its attributes or keys."""
-        self._line(step_line(result))
+        line = step_line(result)
+        self._go_on_at(line["step"])
+        self._line(line)
+        self._last = line["step"]
 
     def finish(self, final: Mapping[str, Any]) -> None:
         """The last line; `final_report` makes one. Must name the model's `sha256`."""
         if "sha256" not in final:
             raise ValueError("the last line of a report names the sha256 of the model")
+        self._go_on_at(final["steps"])
         self._line(final)
         self.close()
 
@@ -64,8 +81,38 @@ class ReportWriter:
         if self._file is None:
             return
         try:
-            self._file.write(json.dumps(_finite(line), ensure_ascii=False) + "\n")
+            text = json.dumps(_finite({"run_id": self.run_id, **line}), ensure_ascii=False)
+            self._file.write(text.encode() + b"\n")
             self._file.flush()
+        except OSError as error:
+            raise self._refused(error) from None
+
+    def _check_whose(self, file: IO[bytes]) -> None:
+        """Raises StorageError unless the file is empty or a report of this run."""
+        ours = json.dumps({"run_id": self.run_id})[:-1].encode()
+        file.seek(0)
+        first = file.readline(len(ours))
+        if not ours.startswith(first):  # a killed writer may have left a part of it
+            file.close()
+            raise StorageError(
+                f"{self.path} holds something else than a report of this run ({self.run_id[:8]})",
+                "name another file with --report, or remove it",
+            )
+
+    def _go_on_at(self, step: int) -> None:
+        """Cut off what the file says of `step` and later, of the end, and a torn line."""
+        if self._file is None or not self._plain:
+            return
+        if self._last is not None and step > self._last:
+            return
+        try:
+            kept = 0
+            self._file.seek(0)
+            for line in self._file:
+                if not line.endswith(b"\n") or not _is_before(step, line):
+                    break
+                kept += len(line)
+            self._file.truncate(kept)
         except OSError as error:
             raise self._refused(error) from None
 
@@ -74,6 +121,14 @@ class ReportWriter:
             f"cannot write the report {self.path}: {error.strerror or error}",
             "free some space or name another file with --report",
         )
+
+
+def _is_before(step: int, line: bytes) -> bool:
+    """Whether this line of a report is one of an earlier step."""
+    try:
+        return int(json.loads(line)["step"]) < step
+    except (ValueError, KeyError, TypeError):
+        return False
 
 
 def step_line(result: Any) -> dict[str, Any]:

@@ -99,7 +99,7 @@ class LeaderProcess:
         self.pipeline = build_pipeline(config)
         self.observations = Observations(uuid.uuid4().hex, lambda: self._shown)
         self.events = EventLog(run_dir / "events.jsonl", listen=self.observations.event)
-        self.report = ReportWriter(report)
+        self.report = ReportWriter(report, config.run_id)
         self.status = Status(config.run_id, config.run.name, self.num_steps, self.pipeline)
         self._on_link, self._on_step, self._show = on_link, on_step, show
         self._cache_dir, self._lan = cache_dir, lan

@@ -14,7 +14,7 @@ Steps = Annotated[
 ]
 Report = Annotated[
     Path | None,
-    typer.Option(help="Write a report, JSON lines, to this file; missing directories are made."),
+    typer.Option(help="Write a report, JSON lines, to this file, or go on with this run's."),
 ]
 RunDir = Annotated[
     Path | None, typer.Option("--dir", help="Where the run's files go [default: runs/NAME-ID].")
