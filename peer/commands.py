@@ -14,6 +14,7 @@ from peer.interrupt import until_interrupted
 from peer.places import data_home, fresh_directory, is_free, run_directory, tcp_ports
 from swarm.config import RunConfig, canonical_bytes, load_config, with_trainers
 from swarm.errors import ConfigError, JoinError, StorageError
+from swarm.local_path import expanded
 
 if TYPE_CHECKING:
     from peer.local_process import ForkServer
@@ -220,7 +221,7 @@ def stamped(config: RunConfig, trainer: str) -> RunConfig:
     if config.model.pretrained is not None:
         from swarm.model.hf_config import is_tied, pretrained_config
 
-        if is_tied(pretrained_config(config.model.pretrained)):
+        if is_tied(pretrained_config(expanded(config.model.pretrained))):
             print("its output layer is tied to its embedding: they start equal, trained apart")
     return config
 

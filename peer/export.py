@@ -17,6 +17,7 @@ from peer import checkpoints
 from swarm.config import RunConfig, canonical_bytes, parse_config, run_id_of
 from swarm.data.tokenizer import byte_tokenizer, load_bpe, load_pretrained
 from swarm.errors import ConfigError, DataError
+from swarm.local_path import expanded
 from swarm.model import build_pipeline
 from swarm.model.export import SavedTokenizer, export_model
 
@@ -92,7 +93,7 @@ def _tokenizer(
         return byte_tokenizer()
     if config.data.tokenizer == "pretrained":
         assert config.model.pretrained is not None
-        return load_pretrained(config.model.pretrained, config.data.vocab_size)
+        return load_pretrained(expanded(config.model.pretrained), config.data.vocab_size)
     if "tokenizer" in manifest:
         path = directory / checkpoints.TOKENIZER
         try:

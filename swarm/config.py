@@ -38,6 +38,7 @@ from swarm.config_fields import (
     WireSection,
 )
 from swarm.errors import ConfigError, DataError, JoinError
+from swarm.local_path import expanded
 from swarm.run_id import canonical_bytes, run_id_of
 
 __all__ = [
@@ -141,10 +142,11 @@ def with_pretrained_hash(config: RunConfig) -> RunConfig:
     """
     if config.model.pretrained is None:
         return config
+    directory = expanded(config.model.pretrained)
     with_tokenizer = config.data.tokenizer == "pretrained"
-    found = hash_directory(Path(config.model.pretrained), with_tokenizer=with_tokenizer)
+    found = hash_directory(directory, with_tokenizer=with_tokenizer)
     named = config.model.pretrained_sha256
-    _check_hash("model.pretrained_sha256", named, found, f"{config.model.pretrained} here")
+    _check_hash("model.pretrained_sha256", named, found, f"{directory} here")
     return _stamped(config, "model", pretrained_sha256=found)
 
 

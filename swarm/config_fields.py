@@ -93,8 +93,8 @@ class ModelSection(Section):
     )
     pretrained: LocalPath | None = Field(
         default=None,
-        description="A local Hugging Face directory to start from. Where its output layer is tied "
-        "to its embedding, the two start equal and are trained apart.",
+        description="A local Hugging Face directory to start from; ~ is your home. Where its "
+        "output layer is tied to its embedding, the two start equal and are trained apart.",
     )
     pretrained_sha256: Sha256 | None = Field(
         default=None,
@@ -167,7 +167,8 @@ class DataSection(Section):
     )
     path: LocalPath | None = Field(
         default=None,
-        description="File or directory for text and jsonl, relative to where the command runs.",
+        description="File or directory for text and jsonl, relative to where the command runs; ~ "
+        "is your home.",
     )
     tokenizer: Literal["bytes", "bpe", "pretrained"] = Field(
         default="bytes",

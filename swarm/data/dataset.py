@@ -23,6 +23,7 @@ from swarm.data.prepare import Report, default_cache_dir, prepare_tokens
 from swarm.data.shards import SHARD_BYTES, TokenReader
 from swarm.data.tokenizer import Tokenizer, token_dtype
 from swarm.errors import DataError
+from swarm.local_path import expanded
 from swarm.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -230,15 +231,16 @@ def _open(
         sizes = len(train), len(validation)
         stamps = DataStamps(train.sha256(), validation.sha256(), *sizes)
         return Dataset(train, validation, batch_spec=specs, stamps=stamps, **common)
+    own = config.model.pretrained if data.tokenizer == "pretrained" else None
     prepared = prepare_tokens(
         data.source,
-        data.path,
+        expanded(data.path) if data.path else None,
         data.tokenizer,
         data.vocab_size,
         cache_dir or default_cache_dir(),
         report,
         shard_bytes,
-        config.model.pretrained if data.tokenizer == "pretrained" else None,
+        expanded(own) if own else None,
     )
     windows = [
         TokenWindows(TokenReader(prepared.directory, part), data.sequence, part.dtype)

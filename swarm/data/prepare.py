@@ -66,13 +66,13 @@ def default_cache_dir() -> Path:
 
 def prepare_tokens(
     source: str,
-    path: str | None,
+    path: Path | None,
     tokenizer: str,
     vocab_size: int,
     cache_dir: Path,
     report: Report = lambda line: None,
     shard_bytes: int = SHARD_BYTES,
-    pretrained: str | None = None,
+    pretrained: Path | None = None,
 ) -> Prepared:
     """The shards of a source; built unless the cache has them.
 
@@ -202,7 +202,7 @@ def _load(directory: Path, kind: str, vocab_size: int, given: Tokenizer | None) 
     return Prepared(directory, parts[0], parts[1], tokenizer)
 
 
-def _hashed(root: Path, source: str, path: str | None) -> tuple[list[SourceFile], str]:
+def _hashed(root: Path, source: str, path: Path | None) -> tuple[list[SourceFile], str]:
     """The source's files with their hashes, remembered in the cache while nothing changes."""
     paths = sources.list_files(source, path)
     stamp = _stamp(paths)

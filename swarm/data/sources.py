@@ -49,14 +49,11 @@ class SourceFile:
     size: int
 
 
-def list_files(source: str, path: str | Path | None) -> list[Path]:
+def list_files(source: str, path: Path | None) -> list[Path]:
     """The files of a source in the order they are read. Raises DataError when there are none."""
     if source == "stdlib":
         return _stdlib_files()
-    try:
-        root = Path(path or "").expanduser()
-    except RuntimeError:  # ~somebody who is not known here
-        root = Path(path or "")
+    root = path or Path()
     if root.is_file():
         return [root]
     if not root.is_dir():

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from swarm.local_path import expanded
 from swarm.model.cut import choose_cut, stage_range
 from swarm.model.hf_carve import Anatomy, Reached, build_model, carve, trace
 from swarm.model.hf_config import (
@@ -154,7 +156,7 @@ class HuggingFacePipeline(ModelPipeline):
         cut: Sequence[int] | None = None,
         recompute: bool = False,
         dtype: str = "float32",
-        pretrained: str | None = None,
+        pretrained: Path | None = None,
         subspace: int | None = None,
     ) -> None:
         tied = pretrained is not None and is_tied(config)
@@ -188,8 +190,9 @@ class HuggingFacePipeline(ModelPipeline):
     @classmethod
     def from_config(cls, config: RunConfig) -> HuggingFacePipeline:
         model = config.model
-        if model.pretrained is not None:
-            hf_config = pretrained_config(model.pretrained)
+        directory = expanded(model.pretrained) if model.pretrained else None
+        if directory is not None:
+            hf_config = pretrained_config(directory)
         else:
             assert model.config is not None
             hf_config = inline_config(dict(model.config), config.data.vocab_size)
@@ -203,7 +206,7 @@ class HuggingFacePipeline(ModelPipeline):
             cut=model.cut,
             recompute=model.recompute,
             dtype=model.dtype,
-            pretrained=model.pretrained,
+            pretrained=directory,
             subspace=model.subspace,
         )
 

@@ -25,11 +25,11 @@ TOML = """
 [run]
 name = "tuned"
 [model]
-pretrained = "pretrained"
+pretrained = "~/pretrained"
 stages = 2
 [data]
 source = "text"
-path = "corpus.txt"
+path = "~/corpus.txt"
 tokenizer = "pretrained"
 vocab_size = 300
 sequence = 16
@@ -46,11 +46,13 @@ every = 0
 
 
 @pytest.fixture
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def directory(forks: Forks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """What a user downloads: a GPT-2, so its output is tied to its embedding, and its BPE."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))  # of the ~ in run.toml
+    forks.environment["HOME"] = str(tmp_path)
     (tmp_path / "corpus.txt").write_text(TEXT)
     (tmp_path / "run.toml").write_text(TOML)
     path = tmp_path / "pretrained"

@@ -322,6 +322,23 @@ def test_the_pretrained_directory_is_stamped_and_checked(tmp_path: Path) -> None
     assert with_pretrained_hash(plain) is plain
 
 
+def test_a_home_is_expanded_where_it_is_used_and_not_in_what_is_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = parse_toml('[model]\npretrained = "~/model"\nstages = 2\n[schedule]\nsteps = 1\n')
+    run_ids = set()
+    for home in (tmp_path / "one", tmp_path / "two"):
+        (home / "model").mkdir(parents=True)
+        (home / "model" / "model.safetensors").write_bytes(b"weights")
+        (home / "model" / "config.json").write_text("{}")
+        monkeypatch.setenv("HOME", str(home))
+        run_ids.add(with_pretrained_hash(config).run_id)
+    assert len(run_ids) == 1
+    nobody = config.model.model_copy(update={"pretrained": "~nobody-here/model"})
+    with pytest.raises(DataError, match="there is no directory ~nobody-here/model"):
+        with_pretrained_hash(config.model_copy(update={"model": nobody}))
+
+
 def test_a_pretrained_tokenizer_is_hashed_with_its_model(tmp_path: Path) -> None:
     plain = f'[model]\npretrained = "{tmp_path}"\nstages = 2\n[schedule]\nsteps = 1\n'
     own = plain + '[data]\ntokenizer = "pretrained"\nvocab_size = 300\n'

@@ -191,6 +191,14 @@ def test_a_text_is_cut_once_at_a_line(text: Path, cache: Path) -> None:
     assert bytes(head).startswith(b"line 38")
 
 
+def test_a_path_in_the_home(text: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(text.parent))
+    here, there = (build(run_config(path=str(p)), cache) for p in (text, f"~/{text.name}"))
+    assert here.stamps == there.stamps
+    with pytest.raises(DataError, match="no data at ~nobody-here/corpus"):
+        build(run_config(path="~nobody-here/corpus"), cache)
+
+
 def test_texts_in_a_directory_are_each_cut_and_order_is_by_name(
     tmp_path: Path, cache: Path
 ) -> None:

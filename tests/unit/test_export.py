@@ -56,7 +56,7 @@ def test_hugging_face_loads_the_trained_weights(family: str, tmp_path: Path) -> 
     assert tokenizer.decode(ids) == "Grüße\n"
     again = HuggingFacePipeline(
         pretrained_config(directory), seed=9, num_stages=2, microbatch_size=1, sequence=16,
-        pretrained=str(directory),
+        pretrained=directory,
     )  # fmt: skip
     first = weights(again)
     assert all(torch.equal(first[n], p) for n, p in model.named_parameters())

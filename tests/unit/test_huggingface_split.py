@@ -225,7 +225,7 @@ def test_a_tied_pretrained_directory_starts_with_a_copy(family: str, tmp_path: A
     assert whole.get_output_embeddings().weight is whole.get_input_embeddings().weight
     config = pretrained_config(tmp_path)
     pipeline = HuggingFacePipeline(
-        config, seed=1, num_stages=2, microbatch_size=2, sequence=16, pretrained=str(tmp_path)
+        config, seed=1, num_stages=2, microbatch_size=2, sequence=16, pretrained=tmp_path
     )
     pipeline.check()
     assert config.tie_word_embeddings  # the caller's own is as it was
@@ -247,7 +247,7 @@ def test_a_pretrained_directory_gives_each_stage_its_tensors(family: str, tmp_pa
     model.save_pretrained(tmp_path)
     pipeline = HuggingFacePipeline(
         pretrained_config(tmp_path), seed=1, num_stages=2, microbatch_size=1, sequence=8,
-        pretrained=str(tmp_path),
+        pretrained=tmp_path,
     )  # fmt: skip
     weights = dict(model.named_parameters())
     for k in range(2):
