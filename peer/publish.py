@@ -28,7 +28,7 @@ class Status:
         self.tokens = 0
         self.started_at = time.time()
         self._recent: deque[tuple[int, float]] = deque(maxlen=8)
-        self._leader_bytes = 0
+        self._steps_elsewhere = 0
 
     def lead(self, leader: Leader) -> None:
         """This trainer leads now."""
@@ -87,7 +87,7 @@ class Status:
             "run": {"id": self.run_id, "name": self.name, "link": self.link},
             "state": "waiting" if self.reason.startswith("waiting") else self.state,
             "reason": self.reason,
-            "step": leader.next_step if leader else 0,
+            "step": leader.next_step if leader else self._steps_elsewhere,
             "num_steps": self.num_steps,
             "loss": self.losses[-1][1] if self.losses else None,
             "validation_loss": self.validation_loss,
@@ -127,6 +127,11 @@ class Status:
         """The run is over: who served to the end, and what they reached, stays in the picture."""
         self._last = self.rows(), self.placement()
         self.state, self.reason = "finished", ""
+
+    def finish_elsewhere(self, steps: int) -> None:
+        """The run is over after so many steps; another trainer led it to its end."""
+        self.state, self.reason = "finished", "another trainer led it to its end"
+        self._steps_elsewhere = steps
 
     def rows(self) -> list[Mapping[str, Any]]:
         """One row a replica."""

@@ -145,7 +145,11 @@ class LeaderProcess:
             trainer.links.serve()
             await stack.enter_async_context(self._on_lan(node))
             self._on_link(self.status.link)
-            return await trainer.run()
+            final = await trainer.run()
+            if final is None:
+                self.status.finish_elsewhere(trainer.steps_elsewhere)
+                self.events.emit("finished", steps=trainer.steps_elsewhere)
+            return final
 
     def _begin_status(self) -> None:
         """From now on the status is that of this life; until it has a link, the former's stands
@@ -341,7 +345,7 @@ class LeaderProcess:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_S):
                 await asyncio.gather(
-                    *(trainer.say_leads(other, leader.term, finished=True) for other in others)
+                    *(trainer.say_leads(other, leader.term, leader.next_step) for other in others)
                 )
                 while leader.members.by_name:
                     leader.wake.clear()

@@ -12,8 +12,9 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+from peer.calls import count
 from peer.leader import Leader
 from peer.quorum import Quorum, SupersededError
 from peer.restoring import GoBack, Origin
@@ -57,6 +58,7 @@ class Trainer(Generic[T]):
         self.links, self.quorum = links, quorum
         self.leader: Leader | None = None
         self.finished_elsewhere = asyncio.Event()
+        self.steps_elsewhere = 0  # after which another trainer finished the run
         self._make_leader, self._lead, self._on_role = make_leader, lead, on_role
         self._ordered, self._accept_loss = going_back_to, accept_loss
         self._needed: Origin | None = None  # what the last term ended for, if it went back
@@ -182,6 +184,7 @@ class Trainer(Generic[T]):
         if term >= self.quorum.vote.promised:
             self._heard.set()
             if message.body.get("finished") is True:
+                self.steps_elsewhere = count(message.body.get("steps"))
                 self.finished_elsewhere.set()
         return Message({})
 
@@ -196,11 +199,15 @@ class Trainer(Generic[T]):
             await self.say_leads(trainer, term)
             await asyncio.sleep(TELL_EVERY_S)
 
-    async def say_leads(self, trainer: str, term: Term, *, finished: bool = False) -> None:
-        """Tell one trainer that we lead in `term`; nothing happens when it does not answer."""
+    async def say_leads(self, trainer: str, term: Term, finished: int | None = None) -> None:
+        """Tell one trainer that we lead in `term`, or have `finished` the run after so many steps;
+        nothing happens when it does not answer."""
+        body: dict[str, Any] = {"term": list(term), "finished": finished is not None}
+        if finished is not None:
+            body["steps"] = finished
         try:
             channel = await self.links.channel(trainer, self.quorum.addresses(trainer))
-            await channel.call("leads", {"term": list(term), "finished": finished})
+            await channel.call("leads", body)
         except SwarmError as error:
             log.debug("lease to %s: %s", trainer[-8:], error)
 

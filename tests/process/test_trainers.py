@@ -46,6 +46,10 @@ class Trainers:
         """Those that it has led."""
         return [line["step"] for line in self.reported(name) if "step" in line]
 
+    def status_of(self, name: str) -> dict[str, Any]:
+        status: dict[str, Any] = json.loads((self.where / name / "status.json").read_text())
+        return status
+
     def end(self, *commands: Command) -> None:
         """All of these end well, and what was trained is what one process trains."""
         for command in commands:
@@ -56,6 +60,14 @@ class Trainers:
         assert baseline.code() == 0, baseline
         assert f"{self.steps} steps, sha256 {final['sha256']}" in baseline.out
 
+    def say_finished(self, *names: str) -> None:
+        """Whoever led last, and who stood by."""
+        for name in names:
+            status = self.status_of(name)
+            assert (status["state"], status["step"]) == ("finished", self.steps), name
+            events = (self.where / name / "events.jsonl").read_text().splitlines()
+            assert "finished" in {json.loads(line)["event"] for line in events}, name
+
 
 def test_another_trainer_finishes_what_a_killed_leader_began(forks: Forks, tmp_path: Path) -> None:
     run = Trainers(forks, tmp_path, 25)
@@ -65,6 +77,7 @@ def test_another_trainer_finishes_what_a_killed_leader_began(forks: Forks, tmp_p
     said = "".join(each.out for each in run.others.values())
     assert "another trainer led the run to its end" in said
     assert "standing by: another trainer leads" in said  # also of one that has never led
+    run.say_finished(*run.others)
 
 
 def test_an_operator_goes_on_without_two_trainers_that_are_gone(
@@ -104,6 +117,7 @@ def test_a_leader_that_was_frozen_stands_by_when_it_wakes(forks: Forks, tmp_path
     run.end(run.first, *run.others.values(), *run.peers)
     assert "standing by: another trainer leads" in run.first.out
     assert "another trainer led the run to its end" in run.first.out
+    run.say_finished(*NAMES)
     assert run.steps_of("one") == led
     later = [step for name in NAMES[1:] for step in run.steps_of(name)]
     assert len(set(later)) == len(later)
