@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -15,6 +16,18 @@ def stop_signals() -> list[signal.Signals]:
     """What asks a command to stop. One that is ignored already, as under nohup, stays so."""
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     return [each for each in signals if signal.getsignal(each) is not signal.SIG_IGN]
+
+
+@contextmanager
+def handlers_as_before() -> Iterator[None]:
+    """Around an event loop that handles signals: afterwards they do what they did before, where the
+    loop itself would leave SIGTERM and SIGHUP to end the process on the spot."""
+    before = {number: signal.getsignal(number) for number in stop_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def until_interrupted(
@@ -56,4 +69,5 @@ def until_interrupted(
             for each in leaving:
                 each.cancel()
 
-    return asyncio.run(guarded())
+    with handlers_as_before():
+        return asyncio.run(guarded())

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from peer.interrupt import handlers_as_before
 from peer.local import LocalSwarm
 from peer.view import TerminalView
 from swarm.events import EventTail, read_status
@@ -21,7 +22,7 @@ def follow(make: Callable[[Callable[[str], None]], LocalSwarm], *, plain: bool) 
     Raises KeyboardInterrupt when the user stopped it, and whatever ended the run. Nothing of the
     swarm is left either way.
     """
-    with TerminalView(plain=plain) as view:
+    with TerminalView(plain=plain) as view, handlers_as_before():
         final = asyncio.run(_follow(make(view.note), view))
     if final is None:
         raise KeyboardInterrupt

@@ -7,13 +7,15 @@
 What the programs need takes some tenths of a second to import, in which an interrupt would end in a
 traceback out of the middle of some module. So nothing is imported here before the signal is taken:
 until a command begins (`errors.fail_in_one_line`) Ctrl-C ends the process on the spot, because
-there is nothing yet to be tidied up.
+there is nothing yet to be tidied up. From then on SIGTERM and SIGHUP are Ctrl-C by other means, or
+a command would leave behind what it was writing.
 """
 
 import os
 import signal
 
 INTERRUPTED = 130
+_begun = False
 
 
 def main() -> None:
@@ -33,12 +35,17 @@ def peer_main() -> None:
 
 
 def raise_interrupts() -> None:
-    """From now on Ctrl-C is a KeyboardInterrupt again. Nothing where no program has begun."""
-    if signal.getsignal(signal.SIGINT) is _end:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    """From now on what asks the program to stop is a KeyboardInterrupt, but for signals that are
+    ignored. Nothing where no program has begun."""
+    if _begun:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) in (_end, signal.SIG_DFL):
+                signal.signal(number, signal.default_int_handler)
 
 
 def _begin() -> None:
+    global _begun
+    _begun = True
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it may be ignored
         signal.signal(signal.SIGINT, _end)
     from contextlib import suppress

@@ -96,8 +96,7 @@ def prepare_tokens(
         prepared = _load(final, tokenizer, vocab_size, given)  # another process may have been first
         if prepared is not None:
             return prepared
-        for left_over in root.glob(f"{key}.tmp-*"):  # of a process that was killed
-            shutil.rmtree(left_over, ignore_errors=True)
+        _clear_left_overs(root, key)
         building = Path(tempfile.mkdtemp(prefix=f"{key}.tmp-", dir=root))
         try:
             report(f"preparing {len(files)} files of {source} data")
@@ -112,6 +111,16 @@ def prepare_tokens(
     if prepared is None:
         raise StorageError(f"what was written to {final} reads back changed", "check the disk")
     return prepared
+
+
+def _clear_left_overs(root: Path, key: str) -> None:
+    """Remove what killed processes were building: of `key`, whose lock is ours, and of others."""
+    for left_over in root.glob("*.tmp-*"):
+        whose = left_over.name.partition(".tmp-")[0]
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            if whose != key:
+                stack.enter_context(_locked(root / f"{whose}.lock", wait=False))
+            shutil.rmtree(left_over, ignore_errors=True)
 
 
 def _build(
@@ -255,10 +264,13 @@ def _write_atomically(path: Path, value: Any) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Held by one process at a time; the kernel frees it when that process dies."""
+def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Held by one process at a time; the kernel frees it when that process dies.
+
+    Without `wait` it raises OSError while another holds it.
+    """
     with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
 
 

@@ -2,16 +2,21 @@
 
 A Hugging Face run becomes what `AutoModelForCausalLM` and `AutoTokenizer` load; a custom pipeline
 becomes a safetensors file under its parameters' whole-model names, and a note that says what it is.
-The directory appears whole or not at all: it is written beside its place and renamed.
+The directory appears whole or not at all: it is written in a hidden one beside its place, and
+renamed. What a killed export has left of that is cleared by the next one to the same place; it can
+tell, because whoever writes holds a lock that the kernel frees.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import glob
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
@@ -55,27 +60,50 @@ def export_model(
         if target.exists() and any(target.iterdir()) and not _is_export(target):
             raise StorageError(f"{target} is not empty", elsewhere)
         target.parent.mkdir(parents=True, exist_ok=True)
-        staging = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    except OSError as error:
-        raise StorageError(f"cannot write {target}: {error.strerror}", elsewhere) from error
-    try:
-        staging.chmod(0o777 & ~_umask())
-        _write(pipeline, state, staging, tokenizer)
-        if target.exists():
-            shutil.rmtree(target)
-        staging.rename(target)
+        with _staging_beside(target) as staging:
+            new, former = staging / "new", staging / "former"
+            new.mkdir()
+            _write(pipeline, state, new, tokenizer)
+            if target.exists():
+                target.rename(former)
+            try:
+                new.rename(target)
+            except BaseException:
+                if former.exists():
+                    former.rename(target)
+                raise
     except OSError as error:
         reason = error.strerror or error
         raise StorageError(f"cannot write {target}: {reason}", elsewhere) from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     return target
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+@contextlib.contextmanager
+def _staging_beside(target: Path) -> Iterator[Path]:
+    """A hidden directory that is gone afterwards; what killed processes left of theirs is too."""
+    prefix = f".{target.name}.swarm-export-"
+    for left_over in target.parent.glob(f"{glob.escape(prefix)}*"):
+        with contextlib.suppress(OSError), _locked(left_over):
+            shutil.rmtree(left_over, ignore_errors=True)
+    staging = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+    try:
+        with contextlib.ExitStack() as stack:
+            with contextlib.suppress(OSError):  # where there are no locks, left-overs stay
+                stack.enter_context(_locked(staging))
+            yield staging
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Raises OSError when another process holds it."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _is_export(directory: Path) -> bool:

@@ -3,6 +3,7 @@ in the bytes."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -390,9 +391,12 @@ def test_left_overs_of_a_killed_process_are_cleared(text: Path, cache: Path) -> 
     build(config, cache)
     (folder,) = (p.parent for p in (cache / "data").glob("*/index.json"))
     (folder / "index.json").unlink()
-    (cache / "data" / f"{folder.name}.tmp-killed").mkdir()
-    build(config, cache)
-    assert not list((cache / "data").glob("*.tmp-*"))
+    for name in (folder.name, "other-data", "being-built"):
+        (cache / "data" / f"{name}.tmp-killed").mkdir()
+    with (cache / "data" / "being-built.lock").open("a") as file:  # by a process that lives
+        fcntl.flock(file, fcntl.LOCK_EX)
+        build(config, cache)
+    assert [p.name for p in (cache / "data").glob("*.tmp-*")] == ["being-built.tmp-killed"]
 
 
 def test_files_are_hashed_again_only_after_a_change(text: Path, cache: Path) -> None:

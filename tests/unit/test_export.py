@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -126,6 +128,37 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(
     with pytest.raises(StorageError, match="No space left on device"):
         export_model(pipeline, weights(pipeline), tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_export_has_left_is_cleared_by_the_next(tmp_path: Path) -> None:
+    pipeline = a_pipeline()
+    state = weights(pipeline)
+    left_over, living, other = (
+        tmp_path / name for name in (".out.swarm-export-1", ".out.swarm-export-2", ".out-mine")
+    )
+    for directory in (left_over, living, other):
+        (directory / "new").mkdir(parents=True)
+    held = os.open(living, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    export_model(pipeline, state, tmp_path / "out")
+    os.close(held)
+    assert {p.name for p in tmp_path.iterdir()} == {living.name, other.name, "out"}
+    export_model(pipeline, state, tmp_path / "out")
+    assert {p.name for p in tmp_path.iterdir()} == {other.name, "out"}
+
+
+def test_an_export_that_fails_at_the_last_moment_leaves_the_former_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = a_pipeline()
+    state = weights(pipeline)
+    export_model(pipeline, state, tmp_path / "out")
+    before = (tmp_path / "out" / "model.safetensors").read_bytes()
+    monkeypatch.setattr("swarm.model.export._write", lambda *facts: facts[2].rmdir())
+    with pytest.raises(StorageError, match="cannot write"):
+        export_model(pipeline, state, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 def test_what_is_no_export_is_named(tmp_path: Path) -> None:

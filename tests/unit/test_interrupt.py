@@ -50,6 +50,14 @@ def test_under_nohup_it_does_not() -> None:
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
+@pytest.mark.usefixtures("hangups")
+def test_afterwards_a_hangup_does_what_it_did_before() -> None:
+    signal.signal(signal.SIGHUP, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt):
+        until_interrupted(hang_up_and_wait())
+    assert signal.getsignal(signal.SIGHUP) is signal.default_int_handler
+
+
 # ---- while Python still imports -----------------------------------------------------------------
 
 INTERRUPTED_BY_AN_IMPORT = """
@@ -103,3 +111,45 @@ def test_where_interrupts_are_ignored_it_goes_on() -> None:
     done = interrupted("main", "typer", "--version", ignored=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("interrupted\nswarm-parallel ")
+
+
+# ---- while a command writes ---------------------------------------------------------------------
+
+STOPPED_AS_IT_EXPORTS = """
+import os, signal, sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import peer.cli, peer.export, swarm.model.export
+
+number = int(sys.argv.pop())
+
+def write(pipeline, state, directory, tokenizer):
+    print(*(path.name[:18] for path in Path.cwd().iterdir()), flush=True)
+    os.kill(os.getpid(), number)
+    print("not stopped")
+
+def export(directory, out):
+    swarm.model.export.export_model(SimpleNamespace(key_order=()), {}, out)
+
+swarm.model.export._write = write
+peer.export.export_checkpoint = export
+sys.argv[1:1] = ["export", "run", "out"]
+# as a terminal leaves it, whatever runs the tests
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+peer.cli.main()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_command_that_is_stopped_leaves_nothing_half_written(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    command = [sys.executable, "-c", STOPPED_AS_IT_EXPORTS, str(int(number))]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, ".out.swarm-export-\n", "")
+    assert list(tmp_path.iterdir()) == []
