@@ -39,7 +39,7 @@ from swarm.tasks import TaskSet
 from swarm.terms import Term
 from swarm.wire.boundaries import BACKWARD, FORWARD, LOSSLESS, BoundaryCodecs
 from swarm.wire.codecs import TensorMeta, WireTensor
-from swarm.wire.frames import check_tensors
+from swarm.wire.frames import check_indices, check_tensors
 
 log = logging.getLogger(__name__)
 
@@ -114,6 +114,7 @@ class StageServer:
         self.returned_bytes = 0  # gradients to the previous stage, on the wire
         self.returned_raw_bytes = 0  # the same before the codec
         self._fields = sorted(pipeline.batch_spec)
+        self._field_specs = [pipeline.batch_spec[name] for name in self._fields]
         last = stage == pipeline.num_stages - 1
         self._inputs = pipeline.boundary(stage - 1) if stage > 0 else ()
         self._outputs = () if last else pipeline.boundary(stage)
@@ -169,16 +170,16 @@ class StageServer:
             raise WireError("the route names another replica here")
 
     def _check_inputs(self, metas: Sequence[TensorMeta]) -> None:
-        fields = [self.pipeline.batch_spec[name] for name in self._fields]
-        check_tensors(metas[: len(fields)], fields, "raw")
+        check_tensors(metas[: len(self._fields)], self._field_specs, "raw")
         codec = self.codecs.name(self.stage - 1, FORWARD)
-        check_tensors(metas[len(fields) :], self._inputs, codec)
+        check_tensors(metas[len(self._fields) :], self._inputs, codec)
 
     # ---- a microbatch ---------------------------------------------------------------------------
 
     async def _microbatch(self, channel: Channel, message: Message) -> Message:
         call = MicrobatchCall.read(message.body)
         try:
+            check_indices(message.tensors, self._field_specs)
             return await self._serve(call, message.tensors)
         except CallFailedError:
             raise
@@ -454,6 +455,7 @@ class StageServer:
         """Forward only, at the state after `step` commits; the answer holds the loss sum."""
         body = message.body
         step, hop, route = body["step"], body["hop"], body["route"]
+        check_indices(message.tensors, self._field_specs)
         if self.ledger.step < step:
             await self.commit_of(step - 1)
         if self.ledger.step != step:

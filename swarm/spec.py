@@ -13,10 +13,12 @@ ITEM_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """A tensor's shape and dtype name (`"float32"`, `"uint8"`, …), without its data."""
+    """A tensor's shape and dtype name (`"float32"`, `"uint8"`, …), without its data. Integers that
+    index something are 0 or more and below `below`."""
 
     shape: tuple[int, ...]
     dtype: str
+    below: int | None = None
 
     @property
     def numel(self) -> int:

@@ -173,7 +173,7 @@ class Dataset:
 def language_batch_spec(config: RunConfig) -> dict[str, TensorSpec]:
     """A token batch's fields, without the data: what a peer checks headers against."""
     shape = (config.batch.microbatch_size, config.data.sequence)
-    spec = TensorSpec(shape, token_dtype(config.data.vocab_size))
+    spec = TensorSpec(shape, token_dtype(config.data.vocab_size), config.data.vocab_size)
     return {"tokens": spec, "targets": spec}
 
 

@@ -170,7 +170,7 @@ class HuggingFacePipeline(ModelPipeline):
         self.num_stages = num_stages
         self.autocast = None if dtype == "float32" else torch_dtype(dtype)
         self.anatomy = trace(config, self.autocast)
-        tokens = TensorSpec((microbatch_size, sequence), token_dtype(vocab_size))
+        tokens = TensorSpec((microbatch_size, sequence), token_dtype(vocab_size), vocab_size)
         self.batch_spec = {"tokens": tokens, "targets": tokens}
         self.basis = None
         if subspace is not None:

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgpack
+import numpy as np
 import torch
 
 from swarm.errors import WireError
@@ -140,6 +141,23 @@ def check_tensors(metas: Sequence[TensorMeta], specs: Sequence[TensorSpec], code
                 f"tensor {i} is {_describe(meta.dtype, meta.shape, meta.codec)}, "
                 f"{_describe(*expected)} expected"
             )
+
+
+def check_indices(tensors: Sequence[WireTensor], specs: Sequence[TensorSpec]) -> None:
+    """Raise WireError where a tensor holds an integer that its spec (the first tensor's is the
+    first) does not allow; further tensors are not looked at.
+
+    Received bytes are read where they lie, on the CPU: on a GPU one token id past the vocabulary
+    costs the process its whole use of the device.
+    """
+    for i, (tensor, spec) in enumerate(zip(tensors, specs, strict=False)):
+        dtype = np.dtype(spec.dtype)
+        if spec.below is None or (dtype.kind == "u" and np.iinfo(dtype).max < spec.below):
+            continue
+        values = np.frombuffer(tensor.data, dtype.newbyteorder("<"))
+        for found in (int(values.min()), int(values.max())):
+            if not 0 <= found < spec.below:
+                raise WireError(f"tensor {i} holds {found}, 0 to {spec.below - 1} expected")
 
 
 def check_no_tensors(header: Mapping[str, Any], metas: Sequence[TensorMeta]) -> None:

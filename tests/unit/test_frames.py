@@ -21,6 +21,7 @@ from swarm.wire import frames
 from swarm.wire.codecs import TensorMeta, WireTensor, codec_names, decode, encode
 from swarm.wire.frames import (
     Frame,
+    check_indices,
     check_no_tensors,
     check_tensors,
     encode_frame,
@@ -187,6 +188,21 @@ def test_check_tensors_says_what_differs() -> None:
     ):
         with pytest.raises(WireError, match=text):
             check_tensors(metas, [spec], codec)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "int64"])
+def test_check_indices_says_what_is_out_of_range(dtype: str) -> None:
+    def wire(*values: int) -> WireTensor:
+        return encode(torch.tensor([values, values], dtype=getattr(torch, dtype)), "raw")
+
+    spec, free = TensorSpec((2, 2), dtype, 200), TensorSpec((2, 2), dtype)
+    check_indices([wire(0, 199), wire(255, 0), encode(TENSOR, "float32")], [spec, free])
+    wrong = {200: "holds 200, 0 to 199 expected", 255: "holds 255"}
+    if dtype.startswith("int"):
+        wrong |= {-1: "holds -1, 0 to 199", 2**31 - 1: f"holds {2**31 - 1}", -(2**31): "holds -2"}
+    for value, text in wrong.items():
+        with pytest.raises(WireError, match=f"^tensor 1 {text}"):
+            check_indices([wire(1, 2), wire(3, value)], [spec, spec])
 
 
 META = ["float32", [2, 3], "float32", 24]
