@@ -88,8 +88,9 @@ async def _serve(name: str, answer: Answer) -> None:
 def leader(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
     """As `local_entry.leader`, one step per order, after `FREE_STEPS` that wait for none."""
     import swarm.net.channel as channel
-    from peer.leader import Leader, StepResult
+    from peer.leader import Leader
     from peer.run_leader import LeaderProcess
+    from peer.training import StepResult
 
     free_steps = int(os.environ.get(FREE_STEPS, "0"))
     sent_bytes = 0

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from peer.leader import Batches, Plan, StepResult
 from peer.snapshots import Snapshot
+from peer.training import Batches, Plan, StepResult
 from swarm.delayed_state import new_state
 from swarm.errors import StageFailedError, SwarmError
 from swarm.model.layout import model_sha256

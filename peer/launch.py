@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from peer.cli.checks import check_device_name
-from peer.leader import Plan
+from peer.training import Plan
 from swarm.averaging.plan import contribution_bytes
 from swarm.config import (
     RunConfig,

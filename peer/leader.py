@@ -18,9 +18,8 @@ import asyncio
 import logging
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -32,18 +31,17 @@ from peer.quorum import Quorum
 from peer.rebalancing import Rebalancing
 from peer.restoring import Origin, Restoring, Saved
 from peer.stage_server import Probe, no_probe
+from peer.training import Batches, Plan, Shape, StepResult
 from peer.watch import Watch
 from swarm.consensus import Vote
 from swarm.credits import Transit, slots
 from swarm.errors import StageFailedError, SwarmError
-from swarm.model.stage import Stage
 from swarm.names import brief
 from swarm.net.channel import CallFailedError, Channel
 from swarm.net.links import Links
-from swarm.optim import OptimizerSettings, clip_scale
+from swarm.optim import clip_scale
 from swarm.placement import MovePolicy
 from swarm.routing import Router
-from swarm.spec import TensorSpec
 from swarm.stage_state import total
 from swarm.step import Step
 from swarm.tasks import TaskSet
@@ -52,63 +50,6 @@ from swarm.wire.codecs import WireTensor
 
 log = logging.getLogger(__name__)
 HOLD_OFF_S = 20.0
-
-
-class Batches(Protocol):
-    """Microbatches as pure functions of (step, index)."""
-
-    def batch(self, step: int, index: int) -> Mapping[str, np.ndarray]: ...
-
-    def validation_batch(self, index: int) -> Mapping[str, np.ndarray]: ...
-
-
-class Shape(Protocol):
-    """What a leader needs to know of the pipeline."""
-
-    num_stages: int
-    cut: tuple[int, ...]
-    layer_costs: Sequence[int]
-    batch_spec: dict[str, TensorSpec]
-    key_order: list[str]
-
-    def stage_cost(self, stage: int) -> float: ...
-
-    def weight(self, batch: Mapping[str, Any]) -> int: ...
-
-    def build_stage(self, stage: int, device: str = "cpu") -> Stage: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The part of the run config a leader acts on."""
-
-    num_microbatches: int
-    num_steps: int  # where the run ends; nothing is worked ahead beyond it
-    lr: Callable[[int], float]
-    clip_norm: float = 0.0
-    validation_every: int = 0
-    validation_microbatches: int = 0
-    optimizer: OptimizerSettings | None = None  # so that states can be told from nonsense
-    gradient_bytes: tuple[float, float] = (8.0, 4.0)  # an element's contribution, and its sum
-    ahead: int = 0  # microbatches of a step that may go round before the commit of the one before
-
-    @property
-    def steps_in_flight(self) -> int:
-        """How many steps are counted before the oldest of them is committed."""
-        return 2 if self.ahead else 1
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What `Leader.steps` reports of a committed step. Times are of the leader's clock."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    tokens: int
-    wall_s: float
-    validation_loss: float | None = None
-    record: Record | None = None
 
 
 class Leader:

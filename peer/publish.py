@@ -7,8 +7,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from peer.leader import Leader, Shape, StepResult
+from peer.leader import Leader
 from peer.members import Member
+from peer.training import Shape, StepResult
 
 RECENT = 200
 

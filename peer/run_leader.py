@@ -26,7 +26,7 @@ from peer.launch import (
     plan_of,
     steps_to_train,
 )
-from peer.leader import Leader, StepResult
+from peer.leader import Leader
 from peer.members import Standing
 from peer.observe import Observations
 from peer.on_demand import take_wish
@@ -36,6 +36,7 @@ from peer.report import ReportWriter, final_report, step_line
 from peer.restoring import Origin
 from peer.resume import SavedStates, parent_of, take_over
 from peer.trainer import Trainer
+from peer.training import StepResult
 from swarm.config import RunConfig, canonical_bytes
 from swarm.data.dataset import Dataset
 from swarm.errors import StorageError, SwarmError

@@ -68,8 +68,8 @@ def leader(
     make: type[LeaderProcess] | None = None,
 ) -> int:
     """As `local_entry.leader`, with a witness."""
-    from peer.leader import StepResult
     from peer.run_leader import LeaderProcess
+    from peer.training import StepResult
 
     witness = Witness(Path(arguments["run_dir"]) / "peers" / "leader" / FILE)
 

@@ -32,8 +32,9 @@ import hashlib
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from typing import Literal
+
+from swarm.reach import Reach
 
 FailureKind = Literal["error", "timeout"]
 
@@ -126,7 +127,7 @@ class Router:
         self._replicas: dict[str, _Replica] = {}
         self._stages: dict[int, _Stage] = {}
         self._devices: dict[str, _Device] = {}
-        self._apart: dict[tuple[str, str], float] = {}  # (a, b) sorted -> until
+        self._reach = Reach()
 
     # ---- what the caller has learned ----------------------------------------------------------
 
@@ -162,7 +163,7 @@ class Router:
         entry.device.replicas.remove(entry)
         if not entry.device.replicas:
             del self._devices[_device_of(replica)]
-        self._apart = {pair: t for pair, t in self._apart.items() if replica not in pair}
+        self._reach.forget(replica)
 
     def observe(self, replica: str, service_s: float) -> None:
         """It served a microbatch in `service_s` (its own compute; no queueing, nothing downstream).
@@ -202,12 +203,11 @@ class Router:
 
     def avoid_pair(self, a: str, b: str, until: float) -> None:
         """These two cannot reach each other: no route puts them side by side until `until`."""
-        pair = _pair(a, b)
-        self._apart[pair] = max(until, self._apart.get(pair, -math.inf))
+        self._reach.part(a, b, until)
 
     def apart(self, a: str, b: str, now: float) -> bool:
         """Whether the two are kept from being neighbours at present."""
-        return not self._reach(a, b, now)
+        return self._reach.apart(a, b, now)
 
     def begin_step(self) -> None:
         """A step begins, and all of it must end before the next one: what was given to whom before
@@ -256,7 +256,7 @@ class Router:
             else:
                 ranked = self._ranked(stage, exclude, now, (), patient=patient)
                 candidates.append([each.name for each in ranked])
-        path = self._walk(candidates, math.inf if reluctantly else now)
+        path = self._reach.path(candidates, math.inf if reluctantly else now)
         if path is None:
             return None
         return [
@@ -428,25 +428,6 @@ class Router:
         entry.virtual_s += self._cost(entry, now)
         return Choice(entry.name, reason)
 
-    def _walk(self, candidates: list[list[str]], now: float) -> list[str] | None:
-        """First path in order of preference whose neighbours reach each other.
-
-        Backwards, so that dead ends are found once: O(stages x replicas^2), not exponential.
-        """
-        alive: list[list[str]] = []
-        for names in reversed(candidates):
-            if alive:
-                names = [n for n in names if any(self._reach(n, m, now) for m in alive[-1])]
-            if not names:
-                return None
-            alive.append(names)
-        path: list[str] = []
-        for names in reversed(alive):
-            # Exists: whatever was chosen before has a neighbour left here.
-            path.append(next(n for n in names if not path or self._reach(path[-1], n, now)))
-        assert all(self._reach(a, b, now) for a, b in pairwise(path))
-        return path
-
     def _blocked(
         self,
         entry: _Replica,
@@ -461,7 +442,7 @@ class Router:
         if self._used_up(entry) and not full_is_fine:
             return f"at its limit of {self._limit(entry)} outstanding"
         for neighbour in beside:
-            if not self._reach(entry.name, neighbour, now):
+            if self._reach.apart(entry.name, neighbour, now):
                 return f"cannot reach {neighbour}"
         return ""
 
@@ -471,9 +452,6 @@ class Router:
     def _used_up(self, entry: _Replica) -> bool:
         limit = self._limit(entry)
         return limit is not None and entry.outstanding >= limit
-
-    def _reach(self, a: str, b: str, now: float) -> bool:
-        return self._apart.get(_pair(a, b), -math.inf) <= now
 
     def _cost(self, entry: _Replica, now: float) -> float:
         service_s = entry.service_s
@@ -506,7 +484,3 @@ def _checked(service_s: float) -> float:
 
 def _device_of(replica: str) -> str:
     return replica.partition("#")[0]
-
-
-def _pair(a: str, b: str) -> tuple[str, str]:
-    return (a, b) if a <= b else (b, a)

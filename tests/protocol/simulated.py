@@ -19,11 +19,12 @@ from typing import Any
 
 from peer import snapshots
 from peer.disk import MemoryDisk
-from peer.leader import Leader, Plan, StepResult
+from peer.leader import Leader
 from peer.member import Member
 from peer.quorum import Quorum
 from peer.restoring import Origin, Saved
 from peer.trainer import Trainer
+from peer.training import Plan, StepResult
 from swarm.averaging.all_reduce import GroupAllReduce
 from swarm.averaging.policy import ALL, POLICIES
 from swarm.compute import InlineCompute, Kind

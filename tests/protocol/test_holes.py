@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from peer.calls import MicrobatchCall
-from peer.leader import StepResult
 from peer.quorum import Quorum
+from peer.training import StepResult
 from swarm.compute import Kind
 from swarm.consensus import on_prepare
 from swarm.errors import StageFailedError

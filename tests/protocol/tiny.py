@@ -14,7 +14,7 @@ import numpy as np
 from torch import Tensor, nn, tanh
 
 from peer.baseline import Baseline
-from peer.leader import Plan, StepResult
+from peer.training import Plan, StepResult
 from swarm.averaging.policy import ALL
 from swarm.model.custom import CustomPipeline, Pipeline
 from swarm.schedule import Schedule

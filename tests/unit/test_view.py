@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from peer.leader import StepResult
+from peer.training import StepResult
 from peer.view import TerminalView, plain_line, print_status, render
 from swarm.names import friendly_name
 from swarm.words import (

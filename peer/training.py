@@ -1,0 +1,74 @@
+"""What is trained, and what came of a step: all that a leader and the baseline have in common.
+
+Apart from `peer.leader`, because the baseline is the oracle of what a leader should come to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from swarm.model.stage import Stage
+from swarm.optim import OptimizerSettings
+from swarm.spec import TensorSpec
+from swarm.terms import Record
+
+
+class Batches(Protocol):
+    """Microbatches as pure functions of (step, index)."""
+
+    def batch(self, step: int, index: int) -> Mapping[str, np.ndarray]: ...
+
+    def validation_batch(self, index: int) -> Mapping[str, np.ndarray]: ...
+
+
+class Shape(Protocol):
+    """What a leader needs to know of the pipeline."""
+
+    num_stages: int
+    cut: tuple[int, ...]
+    layer_costs: Sequence[int]
+    batch_spec: dict[str, TensorSpec]
+    key_order: list[str]
+
+    def stage_cost(self, stage: int) -> float: ...
+
+    def weight(self, batch: Mapping[str, Any]) -> int: ...
+
+    def build_stage(self, stage: int, device: str = "cpu") -> Stage: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The part of the run config that a leader or the baseline acts on."""
+
+    num_microbatches: int
+    num_steps: int  # where the run ends; nothing is worked ahead beyond it
+    lr: Callable[[int], float]
+    clip_norm: float = 0.0
+    validation_every: int = 0
+    validation_microbatches: int = 0
+    optimizer: OptimizerSettings | None = None  # so that states can be told from nonsense
+    gradient_bytes: tuple[float, float] = (8.0, 4.0)  # an element's contribution, and its sum
+    ahead: int = 0  # microbatches of a step that may go round before the commit of the one before
+
+    @property
+    def steps_in_flight(self) -> int:
+        """How many steps are counted before the oldest of them is committed."""
+        return 2 if self.ahead else 1
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What is told of a step that became real. Times are of the clock of whoever drove it."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    tokens: int
+    wall_s: float
+    validation_loss: float | None = None
+    record: Record | None = None
