@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -88,9 +88,14 @@ class PlainLoop:
         parameters = list(self.model.parameters())
         matrices = [each for each in parameters if each.ndim > 1]
         others = [each for each in parameters if each.ndim <= 1]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        beta1, beta2 = run.optimizer.betas
         self.optimizer = torch.optim.AdamW(
-            [{"params": matrices}, {"params": others, "weight_decay": 0.0}],
-            betas=tuple(run.optimizer.betas),
+            groups,
+            betas=(beta1, beta2),
             eps=run.optimizer.eps,
             weight_decay=run.optimizer.weight_decay,
         )

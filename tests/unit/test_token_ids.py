@@ -64,7 +64,7 @@ def test_a_replica_refuses_it(method: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_language_models_fields_name_their_vocabulary() -> None:
-    values = {"model_type": "gpt2", "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 8}
+    values = {"model_type": "gpt2", "n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 32}
     config = inline_config(values, 300)
     cut = HuggingFacePipeline(config, seed=1, num_stages=2, microbatch_size=1, sequence=4)
     assert {spec.below for spec in cut.batch_spec.values()} == {300}
