@@ -145,9 +145,10 @@ def test_what_is_proven_at_first(run: Callable[..., Command], tmp_path: Path) ->
     for path in ("examples/exact.toml", also):
         for name, words in (("up", up), ("baseline", baseline)):
             words = [path if word == "examples/exact.toml" else word for word in words]
-            run(words, *SHORT, "--report", f"{name}.jsonl")
+            run(words, *SHORT, "--report", f"{name}-of-{Path(path).parent.name}.jsonl")
         (steps, final), (others, same) = (
-            report(tmp_path / f"{name}.jsonl") for name in ("up", "baseline")
+            report(tmp_path / f"{name}-of-{Path(path).parent.name}.jsonl")
+            for name in ("up", "baseline")
         )
         assert [each["loss"] for each in steps] == [each["loss"] for each in others]
         assert final["sha256"] == same["sha256"], path
