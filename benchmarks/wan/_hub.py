@@ -26,7 +26,7 @@ import time
 from collections.abc import Sequence
 
 from _namespaces import DEVICE, entered
-from _profiles import PROFILES, Line, Profile, Way
+from _profiles import PROFILES, Home, Line, Profile, ways
 
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
 IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
@@ -51,15 +51,14 @@ def open_device(namespace: str, *, bursts: bool) -> int:
 
 class Hub:
     def __init__(self, profile: Profile, seed: int, hosts: Sequence[tuple[str, str]]) -> None:
-        assert profile.up_bps is not None
-        assert profile.down_bps is not None
-        self.bursts = not profile.loss
+        homes: list[Home] = [home for n in range(len(hosts)) if (home := profile.of(n))]
+        self.bursts = not profile.lossy
         self.skip = VNET_HEADER_BYTES if self.bursts else 0
         self.devices = [open_device(namespace, bursts=self.bursts) for namespace, _ in hosts]
         self.by_address = {socket.inet_aton(address): i for i, (_, address) in enumerate(hosts)}
-        self.up = [Line(profile.up_bps) for _ in hosts]
-        self.down = [Line(profile.down_bps) for _ in hosts]
-        self.way = [Way(profile, seed + number) for number in range(len(hosts))]
+        self.up = [Line(home.up_bps) for home in homes]
+        self.down = [Line(home.down_bps) for home in homes]
+        self.ways = list(ways(homes, seed))
         self.due: list[tuple[float, int, int, int, bytes]] = []
         self.order = itertools.count()
         self.late_s = 0.0
@@ -79,7 +78,7 @@ class Hub:
 
     def _take(self, host: int) -> None:
         """Packets that a host has sent: onto its uplink, and on their way."""
-        device, line, way = self.devices[host], self.up[host], self.way[host]
+        device, line, there = self.devices[host], self.up[host], self.ways[host]
         skip = self.skip
         for _ in range(READS_IN_A_ROW):
             try:
@@ -91,7 +90,7 @@ class Hub:
                 continue
             self.packets += 1
             left = line.send(len(packet) - skip, time.monotonic())
-            arrives = None if left is None else way.travel(left)
+            arrives = None if left is None else there[to].travel(left)
             if arrives is not None:
                 heapq.heappush(self.due, (arrives, next(self.order), AT_DOWNLINK, to, packet))
 
@@ -117,7 +116,7 @@ class Hub:
         return {
             "packets": self.packets,
             "dropped": sum(line.dropped for line in (*self.up, *self.down)),
-            "lost": sum(way.lost for way in self.way),
+            "lost": sum(way.lost for there in self.ways for way in there),
             "latest_s": round(self.late_s, 4),
             "cpu_s": round(used.user + used.system, 2),
         }

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from _namespaces import DEVICE, PREFIX, LabError, ip, remove_left_behind, require_root
-from _profiles import PROFILES
+from _profiles import PROFILES, Home
 
 NETWORK = "10.77.0"
 MTU = 1500
@@ -35,6 +35,7 @@ FORKED = HUB.with_name("_in_host.py")
 class Host:
     namespace: str
     address: str
+    home: Home | None  # its line; None on a bridge
 
 
 class Lab:
@@ -51,7 +52,10 @@ class Lab:
     ) -> None:
         self.profile, self.congestion, self.seed = PROFILES[profile], congestion, seed
         name = f"{PREFIX}{os.getpid()}-"
-        self.hosts = [Host(f"{name}{n}", f"{NETWORK}.{n}") for n in range(1, num_hosts + 1)]
+        self.hosts = [
+            Host(f"{name}{n}", f"{NETWORK}.{n}", self.profile.of(n - 1))
+            for n in range(1, num_hosts + 1)
+        ]
         self._settings = [f"net.ipv4.tcp_congestion_control={congestion}"]
         if keep_window:  # of a connection that was idle: no new slow start at every step
             self._settings.append("net.ipv4.tcp_slow_start_after_idle=0")

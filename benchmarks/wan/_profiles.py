@@ -8,35 +8,69 @@ and waits for its turn on the receiver's downlink. Loss strikes on the way.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 BUFFER_S = 0.1  # what a home router buffers, in time at the rate of its line
 SMALLEST_BUFFER_BYTES = 64_000
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
-    """The line of every host. Rates in bits per second, of IP packets; `None`: a bridge, no hub."""
+class Home:
+    """The connection of a host. Rates in bits per second, of IP packets; the round trip is that
+    between two homes of the kind."""
 
     name: str
-    up_bps: float | None = None
-    down_bps: float | None = None
-    round_trip_s: float = 0.0
-    jitter_s: float = 0.0  # more delay, drawn evenly per packet; packets of a host stay in order
+    up_bps: float
+    down_bps: float
+    round_trip_s: float
+    jitter_s: float = 0.0  # more delay, drawn evenly per packet; packets stay in order
     loss: float = 0.0  # of packets, drawn one by one
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """The homes of a lab, given to its hosts in turn; none: hosts on a bridge, no hub."""
+
+    name: str
+    homes: tuple[Home, ...] = ()
 
     @property
     def emulated(self) -> bool:
-        return self.up_bps is not None
+        return bool(self.homes)
 
+    @property
+    def lossy(self) -> bool:
+        return any(home.loss for home in self.homes)
+
+    def of(self, number: int) -> Home | None:
+        """The home of a host; None on a bridge."""
+        return self.homes[number % len(self.homes)] if self.homes else None
+
+
+FIBRE = Home("fibre", 100e6, 100e6, 0.030)
+HOME = Home("home", 20e6, 100e6, 0.060)
+POOR = Home("poor", 5e6, 20e6, 0.150, loss=0.005)
+# Neighbours of one swarm are not alike. The first host is the leader's, the third one of two
+# replicas of the first stage: an exact average waits for it, microbatches need not.
+UNLIKE = (
+    replace(HOME, jitter_s=0.004),
+    replace(FIBRE, jitter_s=0.001),
+    replace(POOR, jitter_s=0.015),
+    replace(HOME, jitter_s=0.004),
+    replace(FIBRE, jitter_s=0.001),
+    replace(HOME, jitter_s=0.004),
+    replace(FIBRE, jitter_s=0.001),
+)
 
 PROFILES = {
     profile.name: profile
     for profile in (
         Profile("lan"),
-        Profile("fibre", 100e6, 100e6, 0.030),
-        Profile("home", 20e6, 100e6, 0.060),
-        Profile("poor", 5e6, 20e6, 0.150, loss=0.005),
+        Profile("fibre", (FIBRE,)),
+        Profile("home", (HOME,)),
+        Profile("poor", (POOR,)),
+        Profile("mixed", UNLIKE),
     )
 }
 
@@ -65,13 +99,20 @@ class Line:
 
 
 class Way:
-    """From the end of a home's uplink to the receiver's downlink: delay, jitter, loss."""
+    """From the end of a home's uplink to the receiver's downlink: delay, jitter, loss. Between
+    unlike homes each is the mean of theirs.
+
+    Jitter keeps the order of packets, since a home's line does (netem's does not, which TCP takes
+    for loss): one that is late holds up those behind it. So a busy way is late by nearly the whole
+    jitter, and only a way with pauses wavers.
+    """
 
     __slots__ = ("_delay_s", "_draw", "_jitter_s", "_last", "_loss", "lost")
 
-    def __init__(self, profile: Profile, seed: int) -> None:
-        self._delay_s, self._jitter_s = profile.round_trip_s / 2, profile.jitter_s
-        self._loss = profile.loss
+    def __init__(self, sender: Home, receiver: Home, seed: int) -> None:
+        self._delay_s = (sender.round_trip_s + receiver.round_trip_s) / 4
+        self._jitter_s = (sender.jitter_s + receiver.jitter_s) / 2
+        self._loss = (sender.loss + receiver.loss) / 2
         self._draw = random.Random(seed)
         self._last = 0.0
         self.lost = 0
@@ -86,3 +127,13 @@ class Way:
             arrives = max(self._last, arrives + self._draw.random() * self._jitter_s)
         self._last = arrives
         return arrives
+
+
+def ways(homes: Sequence[Home], seed: int) -> Iterator[list[Way]]:
+    """By sender, then receiver: a way from each home to each, which draws for itself."""
+    count = len(homes)
+    for n, sender in enumerate(homes):
+        yield [
+            Way(sender, receiver, (seed * count + n) * count + m)
+            for m, receiver in enumerate(homes)
+        ]

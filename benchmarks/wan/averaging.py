@@ -2,7 +2,9 @@
 
 Members live in hosts of the lab, each with the line of the profile (`_profiles.py`); both sides
 send float32 as it is, so both move the same bytes, and take turns within one run. A round's time is
-that of its slowest member; medians. PCCL reports 0.86 to 0.96 of gloo's time between sites.
+that of its slowest member; medians. PCCL reports 0.86 to 0.96 of gloo's time between sites. With
+each result stands what its lab gave just before (`_measured.py`); what several connections give is
+in `line.py`.
 
     python benchmarks/wan/averaging.py [--profiles fibre home] [--members 4 8] [--mb 16]
 """
@@ -19,8 +21,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from _helpers import print_results, result
 from _lab import FORKED, Lab
+from _measured import given, said
 from _namespaces import DEVICE, LabError
-from _profiles import PROFILES
+from _profiles import PROFILES, Profile
 from all_reduce import Members
 
 GOAL = 0.9
@@ -46,10 +49,11 @@ def start(lab: Lab) -> Members:
 def measure(
     profile: str, num: int, congestion: str, options: argparse.Namespace
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Median seconds by side, and what the hub says of itself."""
+    """Median seconds by side; what the lab gave, and what the hub says of itself."""
     taken: dict[str, list[float]] = {"ours": [], "gloo": []}
     lab = Lab(profile, num, congestion=congestion)
     with lab:
+        lines = given(lab)
         members = start(lab)
         try:
             for trial in range(options.rounds + 1):  # the first opens connections
@@ -60,7 +64,15 @@ def measure(
                         seconds.append(took)
         finally:
             members.close()
-        return {side: statistics.median(seconds) for side, seconds in taken.items()}, lab.close()
+        medians = {side: statistics.median(seconds) for side, seconds in taken.items()}
+        return medians, {"lines": lines, "hub": lab.close()}
+
+
+def least_s(lab: Profile, num: int, mb: float) -> float:
+    """Seconds that the payload needs on the uplinks, however the work is split: each member sends
+    all it has once, and all together send it `2 * (num - 1)` times."""
+    up = [home.up_bps for n in range(num) if (home := lab.of(n))]
+    return 8e6 * mb * max(1 / min(up), 2 * (num - 1) / sum(up)) if up else 0.0
 
 
 def main() -> None:
@@ -76,21 +88,22 @@ def main() -> None:
     for profile in options.profiles:
         for num in options.members:
             for congestion in options.congestion:
-                medians, hub = measure(profile, num, congestion, options)
+                medians, lab = measure(profile, num, congestion, options)
                 ours, gloo = medians["ours"], medians["gloo"]
-                rate = PROFILES[profile].up_bps
-                least = 8e6 * options.mb * 2 * (num - 1) / num / rate if rate else 0.0
+                least = least_s(PROFILES[profile], num, options.mb)
                 print(
                     f"{profile:9} {congestion:6} {num:7} {ours:8.2f} {gloo:8.2f}"
-                    f" {ours / gloo:10.2f}x {least:12.2f}   hub {hub}",
+                    f" {ours / gloo:10.2f}x {least:12.2f}   {said(lab['lines'])}; hub {lab['hub']}",
                     flush=True,
                 )
                 name = f"{profile}, {num} members, {options.mb} MB, {congestion}"
-                results.append(
-                    result(f"all-reduce / gloo, {name}", ours / gloo, "x", GOAL, at_most=True)
-                )
-                results.append(result(f"all-reduce, {name}", ours, "s"))
-                results.append(result(f"least possible, {name}", least, "s"))
+                found = [
+                    result(f"all-reduce / gloo, {name}", ours / gloo, "x", GOAL, at_most=True),
+                    result(f"all-reduce, {name}", ours, "s"),
+                    result(f"gloo, {name}", gloo, "s"),
+                    result(f"least possible, {name}", least, "s"),
+                ]
+                results += [{**each, "lab": lab} for each in found]
     print_results("wan_all_reduce", results)
 
 

@@ -1,180 +1,123 @@
 """What the lab really gives, per profile: the round trip, and TCP throughput up and together.
 
 A user-space hub has limits of its own, so no figure of the lab means anything without these. Cubic
-and BBR; several connections show what one alone does not reach.
+and BBR; a curve over connections shows what one alone does not reach. Figures are kept in FILE, and
+shown or drawn again without a run.
 
-    python benchmarks/wan/line.py [--profiles lan fibre home poor] [--seconds 5] [--connections 1 4]
+    python benchmarks/wan/line.py [--profiles lan fibre home …] [--seconds 4] [--connections 1 2 4]
+    python benchmarks/wan/line.py --show --plot PNG
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import socket
-import statistics
-import subprocess
 import sys
-import threading
-import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import _plots
 from _helpers import print_results, result
+from _kept import Row, keep, kept, newest, stamp
 from _lab import Host, Lab
+from _measured import Measured, kinds
 from _namespaces import LabError
 from _profiles import PROFILES
 
-BLOCK = 1 << 16
-WARM_UP_SHARE = 0.4  # of the time of a measurement: slow start is not the line's rate
-PINGS = 10
-
-
-def serve() -> None:
-    """The other end: echoes single bytes, swallows streams and says at what rate they came."""
-    with socket.create_server(("0.0.0.0", 0), backlog=64) as listener:
-        print(listener.getsockname()[1], flush=True)
-        while True:
-            connection, _ = listener.accept()
-            threading.Thread(target=_answer, args=(connection,), daemon=True).start()
-
-
-def _answer(connection: socket.socket) -> None:
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    with connection:
-        kind = connection.recv(1)
-        if kind == b"p":
-            while data := connection.recv(1):
-                connection.sendall(data)
-            return
-        seconds = float(connection.recv(16).strip())
-        begun, counted, since = time.monotonic(), 0, 0.0
-        while data := connection.recv(BLOCK):
-            now = time.monotonic()
-            if now - begun > seconds * WARM_UP_SHARE:
-                since = since or now
-                counted += len(data)
-            if now - begun > seconds:
-                break
-        rate = 8 * counted / (time.monotonic() - since) if since else 0.0
-        connection.sendall(json.dumps(rate).encode())
-
-
-def ping(address: str, port: int) -> None:
-    with socket.create_connection((address, port)) as connection:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.sendall(b"p")
-        times = []
-        for _ in range(PINGS):
-            begun = time.perf_counter()
-            connection.sendall(b"x")
-            connection.recv(1)
-            times.append(time.perf_counter() - begun)
-    print(json.dumps(statistics.median(times)), flush=True)
-
-
-def send(address: str, port: int, seconds: float) -> None:
-    with socket.create_connection((address, port)) as connection:
-        connection.sendall(b"s" + f"{seconds:<16}".encode())
-        block = bytes(BLOCK)
-        ends = time.monotonic() + seconds + 0.5
-        while time.monotonic() < ends:
-            try:
-                connection.sendall(block)
-            except OSError:
-                break
-        print(connection.recv(64).decode() or "0", flush=True)
-
-
-class Measured:
-    """A lab, a server in its first host, and clients in the others."""
-
-    def __init__(self, lab: Lab) -> None:
-        self.lab = lab
-        self.server = self._start(lab.hosts[0], "serve", stdout=subprocess.PIPE, text=True)
-        assert self.server.stdout is not None
-        self.port = int(self.server.stdout.readline())
-
-    def _start(self, host: Host, *arguments: str, **options: Any) -> subprocess.Popen[Any]:
-        return self.lab.run(host, [sys.executable, __file__, *arguments], **options)
-
-    def ask(self, hosts: list[Host], *arguments: str) -> list[float]:
-        """Run a client in each of the hosts at once; what each found."""
-        clients = [
-            self._start(
-                host, arguments[0], self.lab.hosts[0].address, str(self.port), *arguments[1:],
-                stdout=subprocess.PIPE, text=True,
-            )
-            for host in hosts
-        ]  # fmt: skip
-        return [float(client.communicate()[0] or 0.0) for client in clients]
-
-    def close(self) -> None:
-        self.server.kill()
-        self.server.wait()
+KEPT = Path("runs/wan/line.jsonl")
+FIELDS = ("profile", "congestion", "line", "what", "connections")
+ROUND_TRIP, UP, TOGETHER = "round trip", "up", "six senders to one host"
 
 
 def measure(
-    profile: str, congestion: str, seconds: float, connections: list[int]
-) -> tuple[dict[str, float], dict[str, Any]]:
-    """Figures of one profile: seconds, and bits per second; and what the hub says of itself."""
-    lab = Lab(profile, 7, congestion=congestion)
-    with lab:
-        measured = Measured(lab)
-        try:
-            other = lab.hosts[1]
-            found = {"round trip": measured.ask([other], "ping")[0]}
-            for count in connections:
-                rates = measured.ask([other] * count, "send", str(seconds))
-                found[f"up, {count} connection{'s' * (count > 1)}"] = sum(rates)
-            found["six senders to one host"] = sum(
-                measured.ask(lab.hosts[1:], "send", str(seconds))
-            )
-        finally:
-            measured.close()
-        return found, lab.close()
+    profile: str, congestion: str, seconds: float, connections: Sequence[int]
+) -> Iterator[Row]:
+    """Figures of one profile, and at last, as `hub`, what the hub says of itself."""
+    with Lab(profile, 7, congestion=congestion) as lab:
+        server, *others = lab.hosts
+        with Measured(lab) as measured:
+            for name, host in kinds(lab).items():
+                where: dict[str, Any] = {"line": name, "seconds": seconds}
+                yield {**where, **_round_trip(server, host), "value": measured.round_trip_ms(host)}
+                for count in connections:
+                    value = measured.up_mbps([host] * count, seconds)
+                    yield {**where, **_rate(server, [host], UP, count), "value": value}
+            value = measured.up_mbps(others, seconds)
+            where = {"line": profile, "seconds": seconds}
+            yield {**where, **_rate(server, others, TOGETHER, len(others)), "value": value}
+        if lab.profile.emulated:
+            yield {"hub": lab.close()}
+
+
+def _round_trip(server: Host, host: Host) -> Row:
+    """Between them, as configured."""
+    configured = None
+    if server.home and host.home:
+        configured = 1e3 * (server.home.round_trip_s + host.home.round_trip_s) / 2
+    return {"what": ROUND_TRIP, "connections": 1, "unit": "ms", "configured": configured}
+
+
+def _rate(server: Host, senders: Sequence[Host], what: str, connections: int) -> Row:
+    """Of all senders to the server, as configured."""
+    up = sum(host.home.up_bps for host in senders if host.home)
+    configured = min(up, server.home.down_bps) / 1e6 if server.home else None
+    unit = "Mbit/s"
+    return {"what": what, "connections": connections, "unit": unit, "configured": configured}
+
+
+def line_of(row: Row) -> str:
+    what = row["what"]
+    if what == UP:
+        what = f"up, {row['connections']} connection{'s' * (row['connections'] > 1)}"
+    if row["line"] != row["profile"]:
+        what = f"{row['line']}: {what}"
+    meant = f"{row['configured']:.0f} {row['unit']}" if row["configured"] else "no limit"
+    return (
+        f"{row['profile']:8} {row['congestion']:6} {what:28}"
+        f"{row['value']:10.1f} {row['unit']:6}   {meant}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--profiles", nargs="+", default=list(PROFILES), choices=list(PROFILES))
     parser.add_argument("--congestion", nargs="+", default=["cubic", "bbr"])
-    parser.add_argument("--connections", nargs="+", type=int, default=[1, 4])
-    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--connections", nargs="+", type=int, default=[1, 2, 4, 8, 16])
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each")
+    parser.add_argument("--kept", type=Path, default=KEPT, metavar="FILE")
+    parser.add_argument("--show", action="store_true", help="only what is in FILE; run nothing")
+    parser.add_argument("--plot", type=Path, help="also draw the curve over connections, as PNG")
     options = parser.parse_args()
-    results = []
-    print(f"{'profile':8} {'TCP':6} {'':24} {'measured':>12}   {'configured'}")
-    for profile in options.profiles:
+    run = stamp()
+    print(f"{'profile':8} {'TCP':6} {'':28}{'measured':>17}   configured")
+    for profile in () if options.show else options.profiles:
         for congestion in options.congestion:
-            found, hub = measure(profile, congestion, options.seconds, options.connections)
-            for what, value in found.items():
-                metric = f"{profile}, {congestion}, {what}"
-                if what == "round trip":
-                    shown, unit, value = f"{1e3 * value:9.1f} ms", "ms", 1e3 * value
-                    meant = f"{1e3 * PROFILES[profile].round_trip_s:.0f} ms"
-                else:
-                    shown, unit, value = f"{value / 1e6:7.1f} Mb/s", "Mbit/s", value / 1e6
-                    line = PROFILES[profile]
-                    most = line.down_bps if what.startswith("six") else line.up_bps
-                    meant = f"{most / 1e6:.0f} Mbit/s" if most else "no limit"
-                print(f"{profile:8} {congestion:6} {what:24} {shown:>12}   {meant}")
-                results.append(result(metric, value, unit))
-            if hub:
-                print(f"{profile:8} {congestion:6} the hub: {hub}")
-    print_results("wan_line", results)
+            for row in measure(profile, congestion, options.seconds, options.connections):
+                if "hub" in row:
+                    print(f"{profile:8} {congestion:6} the hub: {row['hub']}", flush=True)
+                    continue
+                whole = {"run": run, "profile": profile, "congestion": congestion, **row}
+                keep(options.kept, whole)
+                print(line_of(whole), flush=True)
+    rows = newest(kept(options.kept), FIELDS)
+    if options.show:
+        rows = [row for row in rows if row["profile"] in options.profiles]
+        print("\n".join(map(line_of, rows)))
+    if options.plot:
+        _plots.connections(rows, options.plot)
+    shown = rows if options.show else [row for row in rows if row["run"] == run]
+    print_results("wan_line", [_entry(row) for row in shown])
+
+
+def _entry(row: Row) -> dict[str, Any]:
+    names = [row["profile"], row["congestion"], row["line"], row["what"], str(row["connections"])]
+    return {**result(", ".join(names), row["value"], row["unit"]), "configured": row["configured"]}
 
 
 if __name__ == "__main__":
-    command = sys.argv[1] if len(sys.argv) > 1 else ""
     try:
-        if command == "serve":
-            serve()
-        elif command == "ping":
-            ping(sys.argv[2], int(sys.argv[3]))
-        elif command == "send":
-            send(sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
-        else:
-            main()
-    except LabError as error:
+        main()
+    except (LabError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None

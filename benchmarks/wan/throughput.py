@@ -10,25 +10,33 @@ nothing that a home would see.
 `--real`: a decoder of 14.4 M parameters really computes, and all peers share this machine's cores;
 as many tokens a step.
 
+Each measurement comes with what its lab gave just before (`_measured.py`), and is kept in FILE
+once it has ended: `--show` and `--plot` need no second run. Where packets are lost, cubic and BBR.
+
     python benchmarks/wan/throughput.py [--profiles lan home] [--settings bfloat16 int8 …] [--torch]
+    python benchmarks/wan/throughput.py --show --plot PNG
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
 import sys
+import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import _plots
 from _helpers import Helper, end_politely, print_results, result
+from _kept import GOALS, TORCH, Row, ahead, best, keep, kept, stamp, throughput
 from _lab import FORKED, Lab
 from _lab_swarm import lab_swarm
+from _measured import given, said
 from _namespaces import DEVICE, LabError
 from _pipeline_config import pipeline_config
 from _profiles import PROFILES
@@ -41,9 +49,10 @@ STAGES, REPLICAS = 3, 2
 TOKENS = 65_536  # a step
 FORWARD_S, BACKWARD_S = 0.030 / 4, 0.060 / 4  # a sequence
 REAL_MICROBATCH, REAL_SEQUENCE = 8, 256
-STEP_LIMIT_S = 1800.0
-GOALS = {"home": 0.90, "poor": 0.80}  # of lan, averaging included
-AHEAD, TORCH = 5.0, "torch 1F1B + DDP"
+GRACE_S = 60.0  # after the limit
+AHEAD = 5.0  # of torch
+KEPT = Path("runs/wan/throughput.jsonl")
+CONGESTION = ("cubic", "bbr")
 MASTER_PORT = 29_500  # every host of the lab has its ports to itself
 
 
@@ -102,85 +111,106 @@ def config_of(setting: Setting, options: argparse.Namespace) -> RunConfig:
     )
 
 
-async def swarm_rate(
-    profile: str, congestion: str, setting: Setting, options: argparse.Namespace
-) -> tuple[float, int]:
-    """Tokens/s, over so many steps."""
+def new_lab(profile: str, congestion: str, options: argparse.Namespace) -> Lab:
+    """A host for the leader and one for each replica, in both kinds of run."""
+    return Lab(
+        profile, 1 + STAGES * REPLICAS, congestion=congestion, keep_window=options.keep_window
+    )
+
+
+async def swarm_rate(lab: Lab, setting: Setting, options: argparse.Namespace) -> Row:
+    """Tokens/s, over so many steps; none: not one had ended at the limit, so it is at most that."""
     peers = dict.fromkeys(range(STAGES), REPLICAS)
     size = options.microbatch_size
     pace = None if options.real else (FORWARD_S * size, BACKWARD_S * size)
-    with (
-        Lab(
-            profile,
-            1 + STAGES * REPLICAS,
-            congestion=congestion,
-            keep_window=options.keep_window,
-        ) as lab,
-        lab_swarm(lab, config_of(setting, options), peers, pace) as swarm,
-    ):
+    with lab_swarm(lab, config_of(setting, options), peers, pace) as swarm:
         at: list[float] = []
         swarm._on_step = lambda step: at.append(time.monotonic())
-
-        def enough() -> bool:
-            return len(at) > 1 and (at[-1] - at[0] > options.seconds or len(at) > options.steps)
-
         try:
             await swarm.start()
             await swarm.until_serving(peers)
             began = time.monotonic()
-            await swarm.until(lambda: at, "a first step", STEP_LIMIT_S)
-            if at[0] - began > options.seconds:  # long enough for its start not to matter
-                return TOKENS / (at[0] - began), 1
-            await swarm.until(enough, "steps", STEP_LIMIT_S)
+
+            def late() -> bool:
+                return time.monotonic() - began > options.limit
+
+            def enough() -> bool:
+                return at[-1] - at[0] > options.seconds or len(at) > options.steps
+
+            await swarm.until(lambda: at or late(), "a first step", options.limit + GRACE_S)
+            # A first step counts where it is long enough for its start not to matter.
+            if at and at[0] - began <= options.seconds:
+                await swarm.until(
+                    lambda: late() or (len(at) > 1 and enough()), "steps", options.limit + GRACE_S
+                )
         finally:
             await swarm.stop()
-        return TOKENS * (len(at) - 1) / (at[-1] - at[0]), len(at) - 1
+        if len(at) > 1:
+            return rate(len(at) - 1, at[-1] - at[0])
+        return rate(len(at), at[0] - began if at else options.limit)
 
 
-def torch_rate(profile: str, congestion: str, options: argparse.Namespace) -> tuple[float, int]:
-    """The same of torch, in bfloat16."""
+def torch_rate(lab: Lab, options: argparse.Namespace) -> Row:
+    """The same of torch, in bfloat16. Each rank has the host of the replica in its place."""
     size = options.microbatch_size
-    with Lab(
-        profile, STAGES * REPLICAS, congestion=congestion, keep_window=options.keep_window
-    ) as lab:
-        ranks: list[Helper] = []
-        try:
-            for rank, host in enumerate(lab.hosts):
-                ranks.append(
-                    Helper(
-                        str(FORKED), host.namespace, sys.executable,
-                        str(Path(__file__).with_name("_paced_torch.py")),
-                        "--rank", str(rank),
-                        "--master", f"tcp://{lab.hosts[0].address}:{MASTER_PORT}",
-                        "--interface", DEVICE,
-                        "--microbatches", str(TOKENS // (size * SEQUENCE * REPLICAS)),
-                        "--microbatch-size", str(size),
-                        "--sequence", str(SEQUENCE),
-                        "--width", str(HIDDEN),
-                        "--parameters", str(options.parameters),
-                        "--forward-s", str(FORWARD_S * size),
-                        "--backward-s", str(BACKWARD_S * size),
-                    )
-                )  # fmt: skip
+    ranks: list[Helper] = []
+    seconds: list[float] = []
+    is_late = threading.Event()
+
+    def stop() -> None:
+        is_late.set()
+        for each in ranks:
+            each.process.kill()
+
+    late = threading.Timer(options.limit, stop)
+    try:
+        for rank in range(STAGES * REPLICAS):
+            pipeline, stage = divmod(rank, STAGES)
+            host = lab.hosts[1 + stage * REPLICAS + pipeline]
+            ranks.append(
+                Helper(
+                    str(FORKED), host.namespace, sys.executable,
+                    str(Path(__file__).with_name("_paced_torch.py")),
+                    "--rank", str(rank),
+                    "--master", f"tcp://{lab.hosts[1].address}:{MASTER_PORT}",
+                    "--interface", DEVICE,
+                    "--microbatches", str(TOKENS // (size * SEQUENCE * REPLICAS)),
+                    "--microbatch-size", str(size),
+                    "--sequence", str(SEQUENCE),
+                    "--width", str(HIDDEN),
+                    "--parameters", str(options.parameters),
+                    "--forward-s", str(FORWARD_S * size),
+                    "--backward-s", str(BACKWARD_S * size),
+                )
+            )  # fmt: skip
+        for each in ranks:
+            each.hear()
+        late.start()
+        while not seconds or (sum(seconds[1:]) < options.seconds > seconds[0]):
             for each in ranks:
-                each.hear()
-            seconds: list[float] = []
-            while not seconds or (sum(seconds[1:]) < options.seconds > seconds[0]):
-                for each in ranks:
-                    each.tell(step=True)
-                seconds.append(max(each.hear()["seconds"] for each in ranks))
-            counted = seconds[1:] or seconds  # the first opens connections
-            return TOKENS * len(counted) / sum(counted), len(counted)
-        finally:
-            for each in ranks:
-                each.close()
+                each.tell(step=True)
+            seconds.append(max(each.hear()["seconds"] for each in ranks))
+    except (RuntimeError, OSError):
+        if not is_late.is_set():  # a rank died of something else
+            raise
+    finally:
+        late.cancel()
+        for each in ranks:
+            each.close()
+    counted = seconds[1:] or seconds  # the first opens connections
+    return rate(len(counted), sum(counted) or options.limit)
+
+
+def rate(steps: int, seconds: float) -> Row:
+    """`steps` of 0: less than one in this time."""
+    return {"tokens_per_s": TOKENS * max(steps, 1) / seconds, "steps": steps}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--profiles", nargs="+", default=list(PROFILES), choices=list(PROFILES))
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
-    parser.add_argument("--congestion", nargs="+", default=["cubic"], choices=["cubic", "bbr"])
+    parser.add_argument("--congestion", nargs="+", choices=CONGESTION)
     parser.add_argument("--microbatch-size", type=int, default=4, choices=[1, 2, 4])
     parser.add_argument("--parameters", type=int, default=0, help="of a stage")
     parser.add_argument("--seconds", type=float, default=20.0, help="to measure each for")
@@ -192,57 +222,114 @@ def main() -> None:
     )
     parser.add_argument("--torch", action="store_true", help="also torch's pipelining and DDP")
     parser.add_argument("--real", action="store_true", help="a real model instead of a paced one")
+    parser.add_argument("--limit", type=float, default=1800.0, help="seconds for a step or more")
+    parser.add_argument("--kept", type=Path, default=KEPT, metavar="FILE")
+    parser.add_argument("--show", action="store_true", help="only what is in FILE; run nothing")
+    parser.add_argument("--plot", type=Path, help="also draw the shares in FILE, as PNG")
     options = parser.parse_args()
     end_politely()
-    if not options.real:
+    run = stamp()
+    if not (options.real or options.show):
         alone = ideal(options.microbatch_size)
         print(f"stages alone: {alone:.0f} tokens/s; averaged: {options.parameters:,} parameters")
-    print("profile   TCP    setting                tokens/s   steps")
-    rates: dict[tuple[str, str, str], list[float]] = {}
-    for _ in range(options.rounds):
+    print(HEADER)
+    for _ in range(0 if options.show else options.rounds):
         for profile in options.profiles:
-            for congestion in options.congestion if PROFILES[profile].emulated else ["cubic"]:
+            for congestion in congestions(profile, options):
                 for name in [*options.settings, *([TORCH] if options.torch else [])]:
-                    if name == TORCH:
-                        rate, steps = torch_rate(profile, congestion, options)
-                    else:
-                        running = swarm_rate(profile, congestion, SETTINGS[name], options)
-                        rate, steps = asyncio.run(running)
-                    print(f"{profile:9} {congestion:6} {name:22}{rate:9.0f} {steps:7}", flush=True)
-                    rates.setdefault((profile, congestion, name), []).append(rate)
-    medians = {key: statistics.median(found) for key, found in rates.items()}
-    print_results("wan_throughput", shares(medians, options))
+                    row = measure(profile, congestion, name, options)
+                    keep(options.kept, {"run": run, **row})
+                    print(line_of(row), flush=True)
+    rows = throughput(kept(options.kept))
+    rows = [row for row in rows if row["profile"] in options.profiles]
+    if options.show:
+        rows = [row for row in rows if row["setting"] in (*options.settings, TORCH)]
+    else:
+        rows = [row for row in rows if row["run"] == run]
+    print("\n".join([f"\n{HEADER}", *map(line_of, rows)]))
+    shared = [r for r in rows if r["share"] is not None and r["setting"] != TORCH]
+    for row in best(shared, "profile", "policy", "model", "parameters"):
+        print(f"best: {line_of(row)}")
+    if options.plot:
+        _plots.shares(rows, options.plot)
+    print_results("wan_throughput", entries(rows))
 
 
-def shares(
-    medians: dict[tuple[str, str, str], float], options: argparse.Namespace
-) -> list[dict[str, Any]]:
-    """What each setting keeps of the best one on `lan`; torch is beside the best of its profile."""
-    ours = {key: rate for key, rate in medians.items() if key[2] != TORCH}
-    best = {
-        where: max(rate for key, rate in ours.items() if key[:2] == where)
-        for where in dict.fromkeys(key[:2] for key in ours)
-    }
-    lan = best.get(("lan", "cubic"), 0.0 if options.real else ideal(options.microbatch_size))
-    model = (
-        "real model"
-        if options.real
-        else f"{options.parameters} parameters, {options.microbatch_size} a microbatch"
+def congestions(profile: str, options: argparse.Namespace) -> Sequence[str]:
+    if not PROFILES[profile].emulated:
+        return CONGESTION[:1]
+    return options.congestion or (CONGESTION if PROFILES[profile].lossy else CONGESTION[:1])
+
+
+def measure(profile: str, congestion: str, setting: str, options: argparse.Namespace) -> Row:
+    with new_lab(profile, congestion, options) as lab:
+        lines = given(lab)
+        if setting == TORCH:
+            found = torch_rate(lab, options)
+        else:
+            found = asyncio.run(swarm_rate(lab, SETTINGS[setting], options))
+        return {
+            "profile": profile,
+            "congestion": congestion,
+            "setting": setting,
+            "policy": options.policy,
+            "keep_window": options.keep_window,
+            "model": "real" if options.real else "paced",
+            "parameters": 0 if options.real else options.parameters,
+            "microbatch_size": REAL_MICROBATCH if options.real else options.microbatch_size,
+            **found,
+            "lab": {"lines": lines, "hub": lab.close()},
+        }
+
+
+HEADER = "profile   TCP         policy   setting                  tokens/s  steps  share   the lab"
+
+
+def line_of(row: Row) -> str:
+    """`<` stands before a rate of which only that is known. The hub: packets it lost as told,
+    dropped from full buffers, and the longest that one came late."""
+    window = "+keep" if row["keep_window"] else ""
+    below = "" if row["steps"] else "<"
+    share = f"{row['share']:.3f}" if row.get("share") is not None else ""
+    hub = row["lab"]["hub"]
+    late = f"; hub dropped {hub['dropped']}, late {1e3 * hub['latest_s']:.0f} ms" if hub else ""
+    extra = "".join(
+        text
+        for text, shown in (
+            (f"   {row['model']}", row["model"] != "paced"),
+            (f"   {row['parameters']:,} averaged", row["parameters"]),
+            (f"   {row['microbatch_size']} a microbatch", row["microbatch_size"] != 4),
+        )
+        if shown
     )
-    results = []
-    for (profile, congestion, name), rate in medians.items():
-        metric = f"{profile}, {congestion}, {name}, {options.policy}, {model}"
-        results.append(result(metric, rate, "tokens/s"))
-        if name == TORCH:
-            ahead = best[profile, congestion] / rate
-            results.append(result(f"{profile}, {congestion}: best / torch", ahead, "x", AHEAD))
-        elif lan:
-            results.append(result(f"{metric}: share", rate / lan, "of lan", GOALS.get(profile)))
-    return results
+    return (
+        f"{row['profile']:9} {row['congestion'] + window:11} {row['policy']:8} {row['setting']:22}"
+        f"{below + format(row['tokens_per_s'], ',.0f'):>11}{row['steps']:7}  {share:5}"
+        f"   {said(row['lab']['lines'])}{late}{extra}"
+    )
+
+
+def entries(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """For the last line: rates, shares of the best one on `lan`, and how far ahead of torch."""
+    found = []
+    for row in rows:
+        where = f"{row['profile']}, {row['congestion']}{', keep' if row['keep_window'] else ''}"
+        sizes = f"{row['parameters']} parameters, {row['microbatch_size']} a microbatch"
+        metric = f"{where}, {row['setting']}, {row['policy']}, {row['model']} model, {sizes}"
+        measured = [result(metric, row["tokens_per_s"], "tokens/s")]
+        if row["setting"] == TORCH:
+            factor = ahead(rows, row)
+            if factor is not None:
+                measured.append(result(f"{where}: best / torch", factor, "x", AHEAD))
+        elif row["share"] is not None:
+            goal = GOALS.get(row["profile"])
+            measured.append(result(f"{metric}: share", row["share"], "of lan", goal))
+        found += [{**each, "steps": row["steps"], "lab": row["lab"]} for each in measured]
+    return found
 
 
 if __name__ == "__main__":
     try:
         main()
-    except LabError as error:
+    except (LabError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None

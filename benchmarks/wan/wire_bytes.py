@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from _helpers import end_politely, print_results, result
 from _lab import Host, Lab
 from _lab_swarm import lab_swarm
+from _measured import given, said
 from _namespaces import DEVICE, LabError, entered
 from convergence import STAGES, STEP_TOKENS, sections
 
@@ -60,6 +61,7 @@ class Counted(NamedTuple):
 
     hosts: list[Traffic]
     reported: list[Mapping[str, Any]]
+    lines: list[dict[str, Any]]  # what the lab gave before
 
 
 def traffic_of(host: Host) -> Traffic:
@@ -84,18 +86,20 @@ def config_of(
 async def count(config: RunConfig, peers: Mapping[int, int], steps: int) -> Counted:
     """What so many steps took."""
     at: list[list[Traffic]] = []
-    with Lab("lan", 1 + sum(peers.values())) as lab, lab_swarm(lab, config, peers, None) as swarm:
-        swarm._on_step = lambda step: at.append([traffic_of(host) for host in lab.hosts[1:]])
-        try:
-            await swarm.start()
-            await swarm.until_serving(peers)
-            await swarm.until(lambda: len(at) > WARM_UP_STEPS + steps, "steps", LIMIT_S)
-            reported = swarm.status()["bytes"]["boundaries"]
-        finally:
-            await swarm.stop()
+    with Lab("lan", 1 + sum(peers.values())) as lab:
+        lines = given(lab)
+        with lab_swarm(lab, config, peers, None) as swarm:
+            swarm._on_step = lambda step: at.append([traffic_of(host) for host in lab.hosts[1:]])
+            try:
+                await swarm.start()
+                await swarm.until_serving(peers)
+                await swarm.until(lambda: len(at) > WARM_UP_STEPS + steps, "steps", LIMIT_S)
+                reported = swarm.status()["bytes"]["boundaries"]
+            finally:
+                await swarm.stop()
     ends = zip(at[WARM_UP_STEPS], at[WARM_UP_STEPS + steps], strict=True)
     hosts = [Traffic(b.received - a.received, b.sent - a.sent) for a, b in ends]
-    return Counted(hosts, reported)
+    return Counted(hosts, reported, lines)
 
 
 def boundaries(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -112,9 +116,10 @@ def boundaries(options: argparse.Namespace) -> list[dict[str, Any]]:
         last, row = counted.hosts[-1], counted.reported[-1]
         found[name] = forward, back = last.received / tokens, last.sent / tokens
         print(f"{name:24}{forward:9.1f}{back:9.1f}{row['wire_per_token']:17.1f}"
-              f"{row['back_wire_per_token']:9.1f}", flush=True)  # fmt: skip
-        results.append(result(f"{name}: forward", forward, "bytes a token"))
-        results.append(result(f"{name}: back", back, "bytes a token"))
+              f"{row['back_wire_per_token']:9.1f}   {said(counted.lines)}", flush=True)  # fmt: skip
+        for which, value in (("forward", forward), ("back", back)):
+            entry = result(f"{name}: {which}", value, "bytes a token")
+            results.append({**entry, "lab": {"lines": counted.lines}})
     if beside := sum(found.get(BESIDE, ())):
         results += [
             result(f"{name}: both, of {BESIDE}", sum(both) / beside, "ratio")
@@ -135,9 +140,12 @@ def averaging(options: argparse.Namespace) -> list[dict[str, Any]]:
         plan = make_plan(["a", "b"], parameters, accumulate, codec=codec)
         name = f"{codec}, summed in {accumulate}"
         print(
-            f"{name:34}{sent:12,.0f}{plan.sent_bytes(0):18,}{sent / parameters:13.2f}", flush=True
+            f"{name:34}{sent:12,.0f}{plan.sent_bytes(0):18,}{sent / parameters:13.2f}"
+            f"   {said(counted.lines)}",
+            flush=True,
         )
-        results.append(result(f"{name}: sent", sent, "bytes a step"))
+        entry = result(f"{name}: sent", sent, "bytes a step")
+        results.append({**entry, "lab": {"lines": counted.lines}})
     return results
 
 

@@ -1,0 +1,113 @@
+"""Measurements, kept from run to run as lines of JSON, and what they say together. Pure but for the
+file: a table or a picture of what has been measured needs no second run.
+
+A figure that was measured again is that of the newest run; the rounds of one run count as their
+median. What a setting keeps of its speed is its rate over the best one on `lan`, under the same
+policy and model: of the same run where that measured it (they took turns), else of the newest.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]  # `run`: when its run began, as sorts; the rest is the benchmark's
+GOALS = {"home": 0.90, "poor": 0.80}  # of lan, averaging included
+TORCH = "torch 1F1B + DDP"
+# What tells measurements of throughput apart.
+MEASURED = (
+    "profile", "congestion", "setting", "policy", "keep_window", "model", "parameters",
+    "microbatch_size",
+)  # fmt: skip
+
+
+def stamp() -> str:
+    """What a run that begins now is called."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def keep(path: Path, row: Row) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def kept(path: Path) -> list[Row]:
+    """All rows; none where there is no file. ValueError names a line that is not JSON."""
+    rows: list[Row] = []
+    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            raise ValueError(f"line {number} of {path} is not JSON; delete it") from None
+    return rows
+
+
+def medians(rows: Iterable[Row], fields: Sequence[str], value: str) -> list[Row]:
+    """One row of each run for what is equal in `fields`: its last, with the median of `value`."""
+    groups: dict[tuple[Any, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["run"], *(row[name] for name in fields)), []).append(row)
+    return [
+        {**group[-1], value: statistics.median(row[value] for row in group)}
+        for group in groups.values()
+    ]
+
+
+def newest(rows: Iterable[Row], fields: Sequence[str]) -> list[Row]:
+    """Of rows that are equal in `fields`, that of the newest run."""
+    found: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        key = tuple(row[name] for name in fields)
+        if key not in found or row["run"] >= found[key]["run"]:
+            found[key] = row
+    return list(found.values())
+
+
+def throughput(rows: Iterable[Row]) -> list[Row]:
+    """One row of each thing measured, with its `share` of lan; None where there is no `lan`."""
+    each_run = medians(rows, MEASURED, "tokens_per_s")
+    found = []
+    for row in newest(each_run, MEASURED):
+        lan = _lan(each_run, row)
+        found.append({**row, "share": row["tokens_per_s"] / lan if lan else None})
+    return found
+
+
+def _lan(each_run: Sequence[Row], row: Row) -> float | None:
+    alike = [
+        each
+        for each in each_run
+        if (each["profile"], each["policy"], each["model"]) == ("lan", row["policy"], row["model"])
+        and each["setting"] != TORCH
+    ]
+    if not alike:
+        return None
+    runs = {each["run"] for each in alike}
+    run = row["run"] if row["run"] in runs else max(runs)
+    return max(float(each["tokens_per_s"]) for each in alike if each["run"] == run)
+
+
+def best(rows: Iterable[Row], *fields: str) -> list[Row]:
+    """Of rows that are equal in `fields`, the fastest."""
+    found: dict[tuple[Any, ...], Row] = {}
+    for row in rows:
+        key = tuple(row[name] for name in fields)
+        if key not in found or row["tokens_per_s"] > found[key]["tokens_per_s"]:
+            found[key] = row
+    return list(found.values())
+
+
+def ahead(rows: Sequence[Row], torch: Row) -> float | None:
+    """How many times faster than this row of torch the swarm is, at its best over equal lines."""
+    fields = ("profile", "congestion", "keep_window", "policy", "model", "parameters")
+    alike = [
+        row["tokens_per_s"]
+        for row in rows
+        if row["setting"] != TORCH and all(row[name] == torch[name] for name in fields)
+    ]
+    return max(alike) / torch["tokens_per_s"] if alike else None

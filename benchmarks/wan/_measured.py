@@ -1,0 +1,158 @@
+"""What a lab really gives: round trips, and the rates of TCP. No result of the lab means anything
+without; so each comes with `given`, which takes some seconds of that very lab before it is used.
+
+    python _measured.py serve | ping ADDRESS PORT | send ADDRESS PORT SECONDS     in a host
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from _lab import Host, Lab
+from _namespaces import ip
+
+BLOCK = 1 << 16
+WARM_UP_SHARE = 0.4  # of the time of a measurement: slow start is not the line's rate
+PINGS = 10
+SECONDS = 1.5  # of a rate, where it only goes with another result
+
+
+def serve() -> None:
+    """The other end: echoes single bytes, swallows streams and says at what rate they came."""
+    with socket.create_server(("0.0.0.0", 0), backlog=64) as listener:
+        print(listener.getsockname()[1], flush=True)
+        while True:
+            connection, _ = listener.accept()
+            threading.Thread(target=_answer, args=(connection,), daemon=True).start()
+
+
+def _answer(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    with connection:
+        kind = connection.recv(1)
+        if kind == b"p":
+            while data := connection.recv(1):
+                connection.sendall(data)
+            return
+        seconds = float(connection.recv(16).strip())
+        begun, counted, since = time.monotonic(), 0, 0.0
+        while data := connection.recv(BLOCK):
+            now = time.monotonic()
+            if now - begun > seconds * WARM_UP_SHARE:
+                since = since or now
+                counted += len(data)
+            if now - begun > seconds:
+                break
+        rate = 8 * counted / (time.monotonic() - since) if since else 0.0
+        connection.sendall(json.dumps(rate).encode())
+
+
+def ping(address: str, port: int) -> None:
+    with socket.create_connection((address, port)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(b"p")
+        times = []
+        for _ in range(PINGS):
+            begun = time.perf_counter()
+            connection.sendall(b"x")
+            connection.recv(1)
+            times.append(time.perf_counter() - begun)
+    print(json.dumps(statistics.median(times)), flush=True)
+
+
+def send(address: str, port: int, seconds: float) -> None:
+    with socket.create_connection((address, port)) as connection:
+        connection.sendall(b"s" + f"{seconds:<16}".encode())
+        block = bytes(BLOCK)
+        ends = time.monotonic() + seconds + 0.5
+        while time.monotonic() < ends:
+            try:
+                connection.sendall(block)
+            except OSError:
+                break
+        print(connection.recv(64).decode() or "0", flush=True)
+
+
+class Measured:
+    """A lab with a server in its first host, for clients in the others. A context manager."""
+
+    def __init__(self, lab: Lab) -> None:
+        self.lab = lab
+        self.server = self._start(lab.hosts[0], "serve")
+        assert self.server.stdout is not None
+        self.port = int(self.server.stdout.readline())
+
+    def __enter__(self) -> Measured:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.server.kill()
+        self.server.communicate()
+
+    def _start(self, host: Host, *arguments: str) -> subprocess.Popen[Any]:
+        command = [sys.executable, __file__, *arguments]
+        return self.lab.run(host, command, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, hosts: Sequence[Host], *arguments: str) -> list[float]:
+        """Run a client in each of the hosts at once; what each found."""
+        server = (self.lab.hosts[0].address, str(self.port))
+        clients = [self._start(host, arguments[0], *server, *arguments[1:]) for host in hosts]
+        return [float(client.communicate()[0] or 0.0) for client in clients]
+
+    def round_trip_ms(self, host: Host) -> float:
+        return round(1e3 * self.ask([host], "ping")[0], 2)
+
+    def up_mbps(self, hosts: Sequence[Host], seconds: float) -> float:
+        """Of all connections together, one from each of the hosts (which may be named twice)."""
+        return round(sum(self.ask(hosts, "send", str(seconds))) / 1e6, 2)
+
+
+def kinds(lab: Lab) -> dict[str, Host]:
+    """By the name of its line: the first host that has it, beside the very first."""
+    found: dict[str, Host] = {}
+    for host in lab.hosts[1:]:
+        found.setdefault(host.home.name if host.home else lab.profile.name, host)
+    return found
+
+
+def given(lab: Lab, seconds: float = SECONDS) -> list[dict[str, Any]]:
+    """What this lab gives, by kind of line: `line`, `round_trip_ms` to the first host, `up_mbps` of
+    one connection to it. Afterwards no host remembers what TCP has learnt of it."""
+    with Measured(lab) as measured:
+        found = [
+            {
+                "line": name,
+                "round_trip_ms": measured.round_trip_ms(host),
+                "up_mbps": measured.up_mbps([host], seconds),
+            }
+            for name, host in kinds(lab).items()
+        ]
+    for host in lab.hosts:
+        ip("-n", host.namespace, "tcp_metrics", "flush")
+    return found
+
+
+def said(lines: Iterable[Mapping[str, Any]]) -> str:
+    """In one line: `home 60.8 ms, 19.6 Mbit/s up`."""
+    return "; ".join(
+        f"{each['line']} {each['round_trip_ms']:.4g} ms, {each['up_mbps']:.4g} Mbit/s up"
+        for each in lines
+    )
+
+
+if __name__ == "__main__":
+    command, *rest = sys.argv[1:]
+    if command == "serve":
+        serve()
+    elif command == "ping":
+        ping(rest[0], int(rest[1]))
+    else:
+        send(rest[0], int(rest[1]), float(rest[2]))

@@ -1,0 +1,89 @@
+"""Pictures of what has been kept (`_kept.py`): PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from _kept import GOALS, Row, best
+from matplotlib.figure import Figure
+
+DPI = 110
+GROUP = 0.84  # of the room of a profile, which its bars share
+
+
+def shares(rows: Sequence[Row], path: Path) -> None:
+    """What each setting keeps of its speed on `lan`: a panel per policy and model, a group of bars
+    per profile, each the best over TCP's settings and sizes of microbatches. ValueError: nothing
+    to draw."""
+    rows = [row for row in rows if row["share"] is not None]
+    if not rows:
+        raise ValueError("nothing to draw: shares are of `lan`, which has not been measured")
+    panels = list(dict.fromkeys((r["policy"], r["model"], r["parameters"]) for r in rows))
+    profiles = list(dict.fromkeys(row["profile"] for row in rows))
+    settings = list(dict.fromkeys(row["setting"] for row in rows))
+    figure = Figure(figsize=(10, 1 + 3.2 * len(panels)), layout="constrained")
+    colours = {name: f"C{number % 10}" for number, name in enumerate(settings)}
+    width = GROUP / len(settings)
+    for panel, axes in zip(panels, figure.subplots(len(panels), squeeze=False)[:, 0], strict=True):
+        policy, model, parameters = panel
+        shown = best(
+            (r for r in rows if (r["policy"], r["model"], r["parameters"]) == panel),
+            "profile", "setting",
+        )  # fmt: skip
+        for name in settings:
+            bars = {row["profile"]: row["share"] for row in shown if row["setting"] == name}
+            left = (settings.index(name) + 0.5) * width - GROUP / 2
+            axes.bar(
+                [profiles.index(profile) + left for profile in bars],
+                list(bars.values()),
+                width,
+                color=colours[name],
+                label=name,
+            )
+        for profile, goal in GOALS.items():
+            if profile in profiles:
+                at = profiles.index(profile)
+                axes.hlines(goal, at - 0.5, at + 0.5, color="black", linestyle="--", linewidth=1)
+                axes.text(at + 0.49, goal, f"goal {goal:.2f}", ha="right", va="bottom", size=8)
+        averaged = f", {parameters:,} parameters averaged" if parameters else ""
+        axes.set(
+            title=f"{policy}, {model} model{averaged}",
+            ylabel="tokens/s, share of lan",
+            xlim=(-0.5, len(profiles) - 0.5),
+            ylim=(0, max(1.1, *(1.05 * row["share"] for row in shown))),
+        )
+        axes.set_xticks(range(len(profiles)), profiles)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize="small")
+    figure.savefig(path, dpi=DPI)
+
+
+def connections(rows: Sequence[Row], path: Path) -> None:
+    """What several connections from one home carry together: a panel per line, a curve per way to
+    control congestion, the configured rate. Nothing of a bridge, which has none. ValueError:
+    nothing to draw."""
+    rows = [row for row in rows if row["what"] == "up" and row["configured"]]
+    if not rows:
+        raise ValueError("nothing to draw: no emulated line has been measured")
+    lines = list(dict.fromkeys((row["profile"], row["line"]) for row in rows))
+    figure = Figure(figsize=(1 + 3.2 * len(lines), 3.6), layout="constrained")
+    for line, axes in zip(lines, figure.subplots(1, len(lines), squeeze=False)[0], strict=True):
+        here = [row for row in rows if (row["profile"], row["line"]) == line]
+        for congestion in dict.fromkeys(row["congestion"] for row in here):
+            curve = sorted(
+                (row["connections"], row["value"])
+                for row in here
+                if row["congestion"] == congestion
+            )
+            axes.plot(*zip(*curve, strict=True), marker="o", label=congestion)
+        axes.axhline(here[0]["configured"], color="0.5", linestyle=":", label="configured")
+        axes.set(
+            title=line[0] if line[0] == line[1] else f"{line[1]} in {line[0]}",
+            xlabel="TCP connections",
+            ylabel="Mbit/s up, all together",
+            xlim=(0, None),
+            ylim=(0, 1.15 * max(here[0]["configured"], *(row["value"] for row in here))),
+        )
+        axes.legend(fontsize="small", loc="lower right")
+    figure.savefig(path, dpi=DPI)

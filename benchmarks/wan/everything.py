@@ -1,0 +1,125 @@
+"""All measurements of the lab, one after the other, as `docs/results.md` names them.
+
+About an hour and a half on two cores with nothing else to do, and never more than twice that: a
+command that takes more than twice its time is ended. What each prints is kept in `benchmarks/out/`,
+its last line as JSON; a goal that is missed is a result, not a failure. Needs root.
+
+    python benchmarks/wan/everything.py [NAME …] [--list]
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from _helpers import end_politely
+from _namespaces import LabError, require_root
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+OUT = ROOT / "benchmarks" / "out"
+RESULTS = '{"bench"'
+END_S = 60.0  # for a command that is told to end
+TIMED_OUT = 124  # what `timeout` then returns
+
+
+class Command(NamedTuple):
+    minutes: float  # that it takes
+    command: str  # of a file beside this one
+
+
+THIN = (
+    '--keep-window --seconds 12 --settings "subspace-32 int4" "subspace-16 int4" "subspace-8 int4"'
+)
+WIDE = "--keep-window --seconds 12 --settings bfloat16 int8 int4 --torch --limit 600"
+ONE = '--keep-window --seconds 12 --settings "subspace-16 int4" --profiles lan home'
+COMMANDS = {
+    "line": Command(8, "line.py --plot benchmarks/out/wan_line.png"),
+    "averaging": Command(14, "averaging.py"),
+    "exact": Command(11, f"throughput.py --policy exact {THIN}"),
+    "delayed": Command(11, f"throughput.py --policy delayed {THIN}"),
+    "averaged": Command(2, f"throughput.py --policy delayed {ONE} --parameters 100000"),
+    "averaged_more": Command(2, f"throughput.py --policy delayed {ONE} --parameters 1000000"),
+    "wide": Command(16, f"throughput.py {WIDE} --profiles lan fibre home"),
+    "torch_on_poor": Command(
+        12,
+        'throughput.py --keep-window --settings "subspace-8 int4" --torch --limit 600'
+        " --profiles poor --congestion bbr",
+    ),
+    "real": Command(
+        11,
+        'throughput.py --real --keep-window --seconds 60 --settings "subspace-32 int4"'
+        " --profiles lan fibre home poor",
+    ),
+    "wire_bytes": Command(9, "wire_bytes.py --steps 4"),
+    "shares": Command(1, "throughput.py --show --plot benchmarks/out/wan_throughput.png"),
+}
+
+
+def run(name: str, command: Command) -> bool:
+    """Run it, keep what it prints and show that at the end. Whether it ended well and in time."""
+    file, *arguments = shlex.split(command.command)
+    text, json = OUT / f"wan_{name}.txt", OUT / f"wan_{name}.json"
+    json.unlink(missing_ok=True)
+    limit_s = 120 * command.minutes
+    print(f"== {name}: {command.command}   (goes to {text.name})", flush=True)
+    with text.open("w") as out, (OUT / f"wan_{name}.err").open("w") as errors:
+        process = subprocess.Popen(
+            ["timeout", "--kill-after", str(END_S), str(limit_s),
+             sys.executable, str(HERE / file), *arguments],
+            cwd=ROOT, stdout=out, stderr=errors,
+        )  # fmt: skip
+        try:
+            process.wait()
+        finally:  # also when this process is told to end
+            process.terminate()
+            process.wait()
+    lines = text.read_text().splitlines(keepends=True)
+    print("".join(line for line in lines if not line.startswith(RESULTS)), end="", flush=True)
+    if process.returncode == 0 and lines and lines[-1].startswith(RESULTS):
+        json.write_text(lines[-1])
+        return True
+    why = (OUT / f"wan_{name}.err").read_text().strip().rpartition("\n")[2]
+    if process.returncode == TIMED_OUT:
+        why = f"not done after {limit_s:.0f} s"
+    print(f"   {name} failed: {why}", flush=True)
+    return False
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("names", nargs="*", default=list(COMMANDS), metavar="NAME")
+    parser.add_argument("--list", action="store_true", help="only say what would be run")
+    options = parser.parse_args()
+    unknown = [name for name in options.names if name not in COMMANDS]
+    if unknown:
+        parser.error(f"there is no {unknown[0]}; there are {', '.join(COMMANDS)}")
+    chosen = {name: COMMANDS[name] for name in options.names}
+    if options.list:
+        for name, each in chosen.items():
+            print(f"{name:14} {each.minutes:3.0f} min   python benchmarks/wan/{each.command}")
+        return
+    require_root()
+    end_politely()
+    OUT.mkdir(parents=True, exist_ok=True)
+    minutes = sum(each.minutes for each in chosen.values())
+    print(f"about {minutes:.0f} minutes, at most {2 * minutes:.0f}", flush=True)
+    began = time.monotonic()
+    failed = [name for name, each in chosen.items() if not run(name, each)]
+    print(f"done after {(time.monotonic() - began) / 60:.0f} minutes", flush=True)
+    if failed:
+        raise SystemExit(f"error: not measured: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except LabError as error:
+        raise SystemExit(f"error: {error}") from None

@@ -1,0 +1,165 @@
+"""What the lab keeps of its measurements, and what it makes of them (`benchmarks/wan`)."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WAN = Path(__file__).parents[2] / "benchmarks" / "wan"
+sys.path.insert(0, str(WAN))  # its files are scripts, and import each other as such
+
+import _plots  # noqa: E402
+import everything  # noqa: E402
+from _kept import TORCH, ahead, best, keep, kept, medians, newest, throughput  # noqa: E402
+from _namespaces import LabError  # noqa: E402
+
+PNG = b"\x89PNG"
+
+
+def row(profile: str, rate: float, **fields: Any) -> dict[str, Any]:
+    return {
+        "run": "2026-01-01",
+        "profile": profile,
+        "congestion": "cubic",
+        "setting": "int4",
+        "policy": "exact",
+        "keep_window": False,
+        "model": "paced",
+        "parameters": 0,
+        "microbatch_size": 4,
+        "tokens_per_s": rate,
+        "steps": 5,
+        **fields,
+    }
+
+
+def shares(rows: list[dict[str, Any]]) -> dict[str, float | None]:
+    return {each["profile"]: each["share"] for each in throughput(rows)}
+
+
+def test_what_is_kept_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "rows.jsonl"
+    assert kept(path) == []
+    rows = [row("lan", 10.0), row("home", 9.0)]
+    for each in rows:
+        keep(path, each)
+    assert kept(path) == rows
+    with path.open("a") as file:
+        file.write('{"run": "20')
+    with pytest.raises(ValueError, match=r"line 3 of .*rows\.jsonl is not JSON; delete it"):
+        kept(path)
+
+
+def test_rounds_count_as_their_median_and_the_newest_run_counts() -> None:
+    rows = [row("home", rate) for rate in (5.0, 9.0, 6.0)]
+    rows += [row("home", rate, run="2026-01-02") for rate in (7.0, 8.0)]
+    found = newest(medians(rows, ["profile"], "tokens_per_s"), ["profile"])
+    assert [(each["run"], each["tokens_per_s"]) for each in found] == [("2026-01-02", 7.5)]
+    older = newest(medians(rows[:3], ["profile"], "tokens_per_s"), ["profile"])
+    assert [each["tokens_per_s"] for each in older] == [6.0]
+
+
+def test_a_share_is_of_the_best_on_lan_under_the_same_policy_and_model() -> None:
+    rows = [
+        row("lan", 8.0, setting="int8"),
+        row("lan", 10.0),
+        row("lan", 90.0, policy="delayed"),
+        row("lan", 80.0, model="real"),
+        row("lan", 70.0, setting=TORCH),
+        row("home", 9.0, congestion="bbr", parameters=5),
+    ]
+    assert shares(rows)["home"] == pytest.approx(0.9)
+    assert shares([row("home", 9.0), row("lan", 80.0, model="real")])["home"] is None
+
+
+def test_a_share_is_of_its_own_run_where_that_measured_lan() -> None:
+    rows = [
+        row("lan", 10.0),
+        row("home", 8.0),
+        row("lan", 16.0, run="2026-01-02"),
+        row("poor", 4.0, run="2026-01-03"),
+    ]
+    assert shares(rows) == {"lan": 1.0, "home": 0.8, "poor": 0.25}
+
+
+def test_the_best_is_the_fastest_and_torch_is_beside_equal_lines() -> None:
+    torch = row("home", 2.0, setting=TORCH)
+    rows = [
+        torch,
+        row("home", 8.0),
+        row("home", 9.0, setting="int8"),
+        row("home", 40.0, congestion="bbr"),
+        row("fibre", 50.0),
+    ]
+    assert ahead(rows, torch) == 4.5
+    assert ahead([torch], torch) is None
+    ours = [each for each in rows if each is not torch]
+    assert [each["tokens_per_s"] for each in best(ours, "profile")] == [40.0, 50.0]
+
+
+def test_shares_are_drawn(tmp_path: Path) -> None:
+    rows = [
+        row(profile, rate, setting=setting, policy=policy)
+        for profile, rate in (("lan", 10.0), ("home", 9.5), ("poor", 6.0), ("mixed", 7.0))
+        for setting in ("int4", "subspace-8 int4")
+        for policy in ("exact", "delayed")
+    ]
+    rows.append(row("home", 0.1, setting=TORCH))
+    _plots.shares(throughput(rows), tmp_path / "shares.png")
+    assert (tmp_path / "shares.png").read_bytes().startswith(PNG)
+    with pytest.raises(ValueError, match="nothing to draw: shares are of `lan`"):
+        _plots.shares(throughput([row("home", 9.5)]), tmp_path / "none.png")
+
+
+def test_the_curve_over_connections_is_drawn(tmp_path: Path) -> None:
+    rows = [
+        {
+            "profile": "home",
+            "line": "home",
+            "congestion": congestion,
+            "what": "up",
+            "connections": count,
+            "value": 19.0,
+            "configured": 20.0,
+        }
+        for congestion in ("cubic", "bbr")
+        for count in (16, 1, 4)
+    ]
+    _plots.connections(rows, tmp_path / "line.png")
+    assert (tmp_path / "line.png").read_bytes().startswith(PNG)
+    with pytest.raises(ValueError, match="nothing to draw: no emulated line"):
+        _plots.connections([{**rows[0], "configured": None}], tmp_path / "none.png")
+
+
+def test_everything_names_files_that_are_there_and_runs_each_of_them() -> None:
+    files = {shlex.split(each.command)[0] for each in everything.COMMANDS.values()}
+    there = {path.name for path in WAN.glob("[!_]*.py")}
+    assert files == there - {"everything.py"}
+
+
+def test_a_command_that_fails_is_named_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(everything, "OUT", tmp_path)
+    monkeypatch.setattr(everything, "HERE", tmp_path)
+    (tmp_path / "good.py").write_text("""print('a table')\nprint('{"bench": "x"}')\n""")
+    (tmp_path / "bad.py").write_text("raise SystemExit('error: no such line')\n")
+    assert everything.run("good", everything.Command(1, "good.py"))
+    assert not everything.run("bad", everything.Command(1, "bad.py"))
+    assert (tmp_path / "wan_good.json").read_text() == '{"bench": "x"}\n'
+    assert not (tmp_path / "wan_bad.json").exists()
+    shown = capsys.readouterr().out
+    assert "a table\n" in shown
+    assert "bench" not in shown
+    assert "   bad failed: error: no such line\n" in shown
+
+
+def test_everything_says_that_it_needs_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["everything.py"])
+    monkeypatch.setattr("os.geteuid", lambda: 1000)
+    with pytest.raises(LabError, match="needs root: run it with sudo"):
+        everything.main()
