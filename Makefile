@@ -73,7 +73,7 @@ bench: .venv/.stamp-test
 	done
 
 # Over emulated home connections: network namespaces, so as root. Same contract. It says how long
-# it takes: about an hour and a half.
+# it takes: about an hour and three quarters.
 bench-wan: .venv/.stamp-test
 	@$(BIN)/python benchmarks/wan/everything.py
 

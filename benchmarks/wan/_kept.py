@@ -3,7 +3,7 @@ file: a table or a picture of what has been measured needs no second run.
 
 A figure that was measured again is that of the newest run; the rounds of one run count as their
 median. What a setting keeps of its speed is its rate over the best one on `lan`, under the same
-policy and model: of the same run where that measured it (they took turns), else of the newest.
+policy and model: of the same run where that measured any (they took turns), else of all.
 """
 
 from __future__ import annotations
@@ -71,25 +71,23 @@ def newest(rows: Iterable[Row], fields: Sequence[str]) -> list[Row]:
 def throughput(rows: Iterable[Row]) -> list[Row]:
     """One row of each thing measured, with its `share` of lan; None where there is no `lan`."""
     each_run = medians(rows, MEASURED, "tokens_per_s")
-    found = []
-    for row in newest(each_run, MEASURED):
-        lan = _lan(each_run, row)
-        found.append({**row, "share": row["tokens_per_s"] / lan if lan else None})
-    return found
+    found = newest(each_run, MEASURED)
+    shared = []
+    for row in found:
+        of_run = (each for each in each_run if each["run"] == row["run"])
+        lan = _best_on_lan(of_run, row) or _best_on_lan(found, row)
+        shared.append({**row, "share": row["tokens_per_s"] / lan if lan else None})
+    return shared
 
 
-def _lan(each_run: Sequence[Row], row: Row) -> float | None:
+def _best_on_lan(rows: Iterable[Row], like: Row) -> float | None:
+    wanted = ("lan", like["policy"], like["model"])
     alike = [
-        each
-        for each in each_run
-        if (each["profile"], each["policy"], each["model"]) == ("lan", row["policy"], row["model"])
-        and each["setting"] != TORCH
+        float(row["tokens_per_s"])
+        for row in rows
+        if (row["profile"], row["policy"], row["model"]) == wanted and row["setting"] != TORCH
     ]
-    if not alike:
-        return None
-    runs = {each["run"] for each in alike}
-    run = row["run"] if row["run"] in runs else max(runs)
-    return max(float(each["tokens_per_s"]) for each in alike if each["run"] == run)
+    return max(alike, default=None)
 
 
 def best(rows: Iterable[Row], *fields: str) -> list[Row]:

@@ -320,7 +320,8 @@ def entries(rows: Sequence[Row]) -> list[dict[str, Any]]:
         if row["setting"] == TORCH:
             factor = ahead(rows, row)
             if factor is not None:
-                measured.append(result(f"{where}: best / torch", factor, "x", AHEAD))
+                name = f"{where}: best / torch{'' if row['steps'] else ', at least'}"
+                measured.append(result(name, factor, "x", AHEAD))
         elif row["share"] is not None:
             goal = GOALS.get(row["profile"])
             measured.append(result(f"{metric}: share", row["share"], "of lan", goal))

@@ -81,9 +81,11 @@ def test_a_share_is_of_its_own_run_where_that_measured_lan() -> None:
         row("lan", 10.0),
         row("home", 8.0),
         row("lan", 16.0, run="2026-01-02"),
-        row("poor", 4.0, run="2026-01-03"),
+        row("lan", 12.0, run="2026-01-03", setting="wide"),
+        row("mixed", 6.0, run="2026-01-03"),
+        row("poor", 4.0, run="2026-01-04"),
     ]
-    assert shares(rows) == {"lan": 1.0, "home": 0.8, "poor": 0.25}
+    assert shares(rows) == {"lan": 1.0, "home": 0.8, "mixed": 0.5, "poor": 0.25}
 
 
 def test_the_best_is_the_fastest_and_torch_is_beside_equal_lines() -> None:
