@@ -18,6 +18,7 @@ def pipeline_config(
     stages: int = STAGES,
     gradients: str = "float32",
     policy: str = "exact",
+    ahead: float = 1.0,
     **model: Any,
 ) -> RunConfig:
     """`options` holds microbatches, microbatch_size, sequence and wire; `model` more of [model]."""
@@ -34,7 +35,7 @@ def pipeline_config(
             "optimizer": {"name": "adamw", "lr": 3e-4},
             "schedule": {"kind": "constant", "warmup_steps": 0, "steps": 10_000},
             "wire": {"activations": options.wire, "gradients": gradients},
-            "update": {"policy": policy, "accumulate": accumulate},
+            "update": {"policy": policy, "ahead": ahead, "accumulate": accumulate},
             "validation": {"every": 0},
             "checkpoint": {"every": 0},
         },

@@ -2,8 +2,8 @@
 file: a table or a picture of what has been measured needs no second run.
 
 A figure that was measured again is that of the newest run; the rounds of one run count as their
-median. What a setting keeps of its speed is its rate over the best one on `lan`, under the same
-policy and model: of the same run where that measured any (they took turns), else of all.
+median. What a setting keeps of its speed is its rate over the best one on `lan` of what is `ALIKE`:
+of the same run where that measured any (they took turns), else of all.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from typing import Any
 Row = Mapping[str, Any]  # `run`: when its run began, as sorts; the rest is the benchmark's
 GOALS = {"home": 0.90, "poor": 0.80}  # of lan, averaging included
 TORCH = "torch 1F1B + DDP"
-# What tells measurements of throughput apart.
+STEP = 16  # microbatches of 4,096 tokens, unless said otherwise
+# Rates of throughput are compared where these are equal; all of `MEASURED` tells them apart.
+ALIKE = ("policy", "ahead", "microbatches", "model")
 MEASURED = (
-    "profile", "congestion", "setting", "policy", "keep_window", "model", "parameters",
-    "microbatch_size",
+    "profile", "congestion", "setting", "keep_window", *ALIKE, "parameters", "microbatch_size"
 )  # fmt: skip
 
 
@@ -72,7 +73,7 @@ def throughput(rows: Iterable[Row]) -> list[Row]:
     """One row of each thing measured, with its `share` of lan; None where there is no `lan`."""
     each_run = medians(rows, MEASURED, "tokens_per_s")
     found = newest(each_run, MEASURED)
-    shared = []
+    shared: list[Row] = []
     for row in found:
         of_run = (each for each in each_run if each["run"] == row["run"])
         lan = _best_on_lan(of_run, row) or _best_on_lan(found, row)
@@ -81,11 +82,12 @@ def throughput(rows: Iterable[Row]) -> list[Row]:
 
 
 def _best_on_lan(rows: Iterable[Row], like: Row) -> float | None:
-    wanted = ("lan", like["policy"], like["model"])
     alike = [
         float(row["tokens_per_s"])
         for row in rows
-        if (row["profile"], row["policy"], row["model"]) == wanted and row["setting"] != TORCH
+        if row["profile"] == "lan"
+        and row["setting"] != TORCH
+        and all(row[name] == like[name] for name in ALIKE)
     ]
     return max(alike, default=None)
 
@@ -100,12 +102,17 @@ def best(rows: Iterable[Row], *fields: str) -> list[Row]:
     return list(found.values())
 
 
-def ahead(rows: Sequence[Row], torch: Row) -> float | None:
+def over_torch(rows: Sequence[Row], torch: Row) -> float | None:
     """How many times faster than this row of torch the swarm is, at its best over equal lines."""
-    fields = ("profile", "congestion", "keep_window", "policy", "model", "parameters")
+    fields = ("profile", "congestion", "keep_window", *ALIKE, "parameters")
     alike = [
         row["tokens_per_s"]
         for row in rows
         if row["setting"] != TORCH and all(row[name] == torch[name] for name in fields)
     ]
     return max(alike) / torch["tokens_per_s"] if alike else None
+
+
+def policy_of(row: Row) -> str:
+    """With the share of a step's microbatches that *delayed* computes ahead: `delayed 0.25`."""
+    return f"delayed {row['ahead']:g}" if row["policy"] == "delayed" else str(row["policy"])

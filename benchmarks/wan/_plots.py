@@ -5,32 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from _kept import GOALS, Row, best
+from _kept import ALIKE, GOALS, Row, best, policy_of
 from matplotlib.figure import Figure
 
 DPI = 110
+PANEL = (*ALIKE, "parameters")
 GROUP = 0.84  # of the room of a profile, which its bars share
 
 
 def shares(rows: Sequence[Row], path: Path) -> None:
-    """What each setting keeps of its speed on `lan`: a panel per policy and model, a group of bars
-    per profile, each the best over TCP's settings and sizes of microbatches. ValueError: nothing
-    to draw."""
+    """What each setting keeps of its speed on `lan`: a panel per `PANEL`, a group of bars per
+    profile, each the best over TCP's settings and sizes of microbatches. ValueError: nothing to
+    draw."""
     rows = [row for row in rows if row["share"] is not None]
     if not rows:
         raise ValueError("nothing to draw: shares are of `lan`, which has not been measured")
-    panels = list(dict.fromkeys((r["policy"], r["model"], r["parameters"]) for r in rows))
+    panels = list(dict.fromkeys(tuple(row[name] for name in PANEL) for row in rows))
     profiles = list(dict.fromkeys(row["profile"] for row in rows))
     settings = list(dict.fromkeys(row["setting"] for row in rows))
     figure = Figure(figsize=(10, 1 + 3.2 * len(panels)), layout="constrained")
     colours = {name: f"C{number % 10}" for number, name in enumerate(settings)}
     width = GROUP / len(settings)
     for panel, axes in zip(panels, figure.subplots(len(panels), squeeze=False)[:, 0], strict=True):
-        policy, model, parameters = panel
-        shown = best(
-            (r for r in rows if (r["policy"], r["model"], r["parameters"]) == panel),
-            "profile", "setting",
-        )  # fmt: skip
+        here = [row for row in rows if tuple(row[name] for name in PANEL) == panel]
+        shown = best(here, "profile", "setting")
         for name in settings:
             bars = {row["profile"]: row["share"] for row in shown if row["setting"] == name}
             left = (settings.index(name) + 0.5) * width - GROUP / 2
@@ -46,9 +44,11 @@ def shares(rows: Sequence[Row], path: Path) -> None:
                 at = profiles.index(profile)
                 axes.hlines(goal, at - 0.5, at + 0.5, color="black", linestyle="--", linewidth=1)
                 axes.text(at + 0.49, goal, f"goal {goal:.2f}", ha="right", va="bottom", size=8)
+        model, parameters = here[0]["model"], here[0]["parameters"]
+        step = f"{here[0]['microbatches']} × 4,096 tokens a step"
         averaged = f", {parameters:,} parameters averaged" if parameters else ""
         axes.set(
-            title=f"{policy}, {model} model{averaged}",
+            title=f"{policy_of(here[0])}, {step}, {model} model{averaged}",
             ylabel="tokens/s, share of lan",
             xlim=(-0.5, len(profiles) - 0.5),
             ylim=(0, max(1.1, *(1.05 * row["share"] for row in shown))),

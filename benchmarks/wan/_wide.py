@@ -78,7 +78,7 @@ pipeline = Pipeline(
 
 
 def wide(
-    *, microbatches: int, microbatch_size: int, wire: dict[str, str], policy: str = "exact"
+    *, microbatches: int, microbatch_size: int, wire: dict[str, str], policy: str, ahead: float
 ) -> RunConfig:
     """A run of it. `Sizes.export` must have been called in this process before this module was
     imported in those that run it."""
@@ -90,7 +90,7 @@ def wide(
         "optimizer": {"name": "sgd", "lr": 1e-9, "momentum": 0.0, "weight_decay": 0.0},
         "schedule": {"kind": "constant", "warmup_steps": 0, "steps": 100_000},
         "wire": wire,
-        "update": {"policy": policy, "accumulate": "float32"},
+        "update": {"policy": policy, "ahead": ahead, "accumulate": "float32"},
         "validation": {"every": 0},
         "checkpoint": {"every": 0},
     }

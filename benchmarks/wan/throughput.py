@@ -1,11 +1,11 @@
 """Training over home connections: how much of its speed a swarm keeps, per codec, and beside torch.
 
 3 stages x 2 replicas and a leader, each in a host of the lab. Paced: 30/60 ms for forward/backward
-of 4 x 1024 tokens at hidden 2048, a home GPU; 16 microbatches a step (65,536 tokens), or more
-smaller ones that take as long in all (`--microbatch-size`). What crosses the wire is real. A stage
-averages `--parameters` parameters at the end of every step. Shares are of the best rate on `lan`:
-there the wide settings are bound by the codecs of six peers on the cores of one machine, which is
-nothing that a home would see.
+of 4 x 1024 tokens at hidden 2048, a home GPU; 16 microbatches a step (`--microbatches`; 65,536
+tokens), or more smaller ones that take as long in all (`--microbatch-size`). What crosses the wire
+is real. A stage averages `--parameters` parameters at the end of every step. Shares are of the best
+rate on `lan`: there the wide settings are bound by the codecs of six peers on the cores of one
+machine, which is nothing that a home would see.
 
 `--real`: a decoder of 14.4 M parameters really computes, and all peers share this machine's cores;
 as many tokens a step.
@@ -33,7 +33,20 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import _plots
 from _helpers import Helper, end_politely, print_results, result
-from _kept import GOALS, TORCH, Row, ahead, best, keep, kept, stamp, throughput
+from _kept import (
+    ALIKE,
+    GOALS,
+    STEP,
+    TORCH,
+    Row,
+    best,
+    keep,
+    kept,
+    over_torch,
+    policy_of,
+    stamp,
+    throughput,
+)
 from _lab import FORKED, Lab
 from _lab_swarm import lab_swarm
 from _measured import given, said
@@ -46,11 +59,11 @@ from swarm.config import RunConfig
 
 HIDDEN, SEQUENCE = 2048, 1024
 STAGES, REPLICAS = 3, 2
-TOKENS = 65_536  # a step
+MICROBATCH = 4  # sequences
 FORWARD_S, BACKWARD_S = 0.030 / 4, 0.060 / 4  # a sequence
 REAL_MICROBATCH, REAL_SEQUENCE = 8, 256
 GRACE_S = 60.0  # after the limit
-AHEAD = 5.0  # of torch
+OVER_TORCH = 5.0
 KEPT = Path("runs/wan/throughput.jsonl")
 CONGESTION = ("cubic", "bbr")
 MASTER_PORT = 29_500  # every host of the lab has its ports to itself
@@ -81,17 +94,23 @@ SETTINGS = {
 }
 
 
-def ideal(microbatch: int) -> float:
+def tokens_of(options: argparse.Namespace) -> int:
+    """Of a step."""
+    return int(options.microbatches) * MICROBATCH * SEQUENCE
+
+
+def ideal(options: argparse.Namespace) -> float:
     """Tokens/s of the stages alone: replicas are busy but for filling and emptying the pipeline."""
-    each = TOKENS / (microbatch * SEQUENCE) / REPLICAS
-    return TOKENS / ((each + STAGES - 1) * microbatch * (FORWARD_S + BACKWARD_S))
+    size = options.microbatch_size
+    each = tokens_of(options) / (size * SEQUENCE) / REPLICAS
+    return tokens_of(options) / ((each + STAGES - 1) * size * (FORWARD_S + BACKWARD_S))
 
 
 def config_of(setting: Setting, options: argparse.Namespace) -> RunConfig:
     """The run: paced, or real with as many tokens a step."""
     if options.real:
         sizes = {"microbatch_size": REAL_MICROBATCH, "sequence": REAL_SEQUENCE}
-        number = TOKENS // (REAL_MICROBATCH * REAL_SEQUENCE)
+        number = tokens_of(options) // (REAL_MICROBATCH * REAL_SEQUENCE)
         run = argparse.Namespace(wire=setting.boundaries, microbatches=number, **sizes)
         thin = {} if setting.width == HIDDEN else {"subspace": setting.width}
         return pipeline_config(
@@ -100,14 +119,16 @@ def config_of(setting: Setting, options: argparse.Namespace) -> RunConfig:
             stages=STAGES,
             gradients=setting.gradients,
             policy=options.policy,
+            ahead=options.ahead,
             **thin,
         )
     Sizes(width=setting.width, sequence=SEQUENCE, parameters=options.parameters).export()
     return wide(
-        microbatches=TOKENS // (options.microbatch_size * SEQUENCE),
+        microbatches=tokens_of(options) // (options.microbatch_size * SEQUENCE),
         microbatch_size=options.microbatch_size,
         wire={"activations": setting.boundaries, "gradients": setting.gradients},
         policy=options.policy,
+        ahead=options.ahead,
     )
 
 
@@ -146,8 +167,8 @@ async def swarm_rate(lab: Lab, setting: Setting, options: argparse.Namespace) ->
         finally:
             await swarm.stop()
         if len(at) > 1:
-            return rate(len(at) - 1, at[-1] - at[0])
-        return rate(len(at), at[0] - began if at else options.limit)
+            return rate(len(at) - 1, at[-1] - at[0], options)
+        return rate(len(at), at[0] - began if at else options.limit, options)
 
 
 def torch_rate(lab: Lab, options: argparse.Namespace) -> Row:
@@ -174,7 +195,7 @@ def torch_rate(lab: Lab, options: argparse.Namespace) -> Row:
                     "--rank", str(rank),
                     "--master", f"tcp://{lab.hosts[1].address}:{MASTER_PORT}",
                     "--interface", DEVICE,
-                    "--microbatches", str(TOKENS // (size * SEQUENCE * REPLICAS)),
+                    "--microbatches", str(tokens_of(options) // (size * SEQUENCE * REPLICAS)),
                     "--microbatch-size", str(size),
                     "--sequence", str(SEQUENCE),
                     "--width", str(HIDDEN),
@@ -198,12 +219,12 @@ def torch_rate(lab: Lab, options: argparse.Namespace) -> Row:
         for each in ranks:
             each.close()
     counted = seconds[1:] or seconds  # the first opens connections
-    return rate(len(counted), sum(counted) or options.limit)
+    return rate(len(counted), sum(counted) or options.limit, options)
 
 
-def rate(steps: int, seconds: float) -> Row:
+def rate(steps: int, seconds: float, options: argparse.Namespace) -> Row:
     """`steps` of 0: less than one in this time."""
-    return {"tokens_per_s": TOKENS * max(steps, 1) / seconds, "steps": steps}
+    return {"tokens_per_s": tokens_of(options) * max(steps, 1) / seconds, "steps": steps}
 
 
 def main() -> None:
@@ -211,12 +232,19 @@ def main() -> None:
     parser.add_argument("--profiles", nargs="+", default=list(PROFILES), choices=list(PROFILES))
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--congestion", nargs="+", choices=CONGESTION)
-    parser.add_argument("--microbatch-size", type=int, default=4, choices=[1, 2, 4])
+    parser.add_argument(
+        "--microbatches", type=int, default=STEP, metavar="N",
+        help="in a step, of 4 sequences; of smaller ones as many more (tokens a step: N * 4096)",
+    )  # fmt: skip
+    parser.add_argument("--microbatch-size", type=int, default=MICROBATCH, choices=[1, 2, 4])
     parser.add_argument("--parameters", type=int, default=0, help="of a stage")
     parser.add_argument("--seconds", type=float, default=20.0, help="to measure each for")
     parser.add_argument("--steps", type=int, default=20, help="at most, of each")
     parser.add_argument("--rounds", type=int, default=1, help="of all of it in turn; medians count")
     parser.add_argument("--policy", default="exact", choices=["exact", "delayed"])
+    parser.add_argument(
+        "--ahead", type=float, default=1.0, metavar="SHARE", help="of a step, with `delayed`"
+    )
     parser.add_argument(
         "--keep-window", action="store_true", help="hosts with tcp_slow_start_after_idle = 0"
     )
@@ -227,11 +255,19 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="only what is in FILE; run nothing")
     parser.add_argument("--plot", type=Path, help="also draw the shares in FILE, as PNG")
     options = parser.parse_args()
+    if not 0 < options.ahead <= 1:
+        parser.error("--ahead is above 0 and at most 1")
+    if options.microbatches < REPLICAS or options.microbatches % REPLICAS:
+        parser.error(
+            f"--microbatches is a multiple of {REPLICAS}: torch gives each pipeline as many"
+        )
     end_politely()
     run = stamp()
     if not (options.real or options.show):
-        alone = ideal(options.microbatch_size)
-        print(f"stages alone: {alone:.0f} tokens/s; averaged: {options.parameters:,} parameters")
+        print(
+            f"stages alone: {ideal(options):.0f} tokens/s; {tokens_of(options):,} tokens a step;"
+            f" averaged: {options.parameters:,} parameters"
+        )
     print(HEADER)
     for _ in range(0 if options.show else options.rounds):
         for profile in options.profiles:
@@ -248,7 +284,7 @@ def main() -> None:
         rows = [row for row in rows if row["run"] == run]
     print("\n".join([f"\n{HEADER}", *map(line_of, rows)]))
     shared = [r for r in rows if r["share"] is not None and r["setting"] != TORCH]
-    for row in best(shared, "profile", "policy", "model", "parameters"):
+    for row in best(shared, "profile", *ALIKE, "parameters"):
         print(f"best: {line_of(row)}")
     if options.plot:
         _plots.shares(rows, options.plot)
@@ -273,6 +309,8 @@ def measure(profile: str, congestion: str, setting: str, options: argparse.Names
             "congestion": congestion,
             "setting": setting,
             "policy": options.policy,
+            "ahead": options.ahead if options.policy == "delayed" else 0.0,
+            "microbatches": options.microbatches,
             "keep_window": options.keep_window,
             "model": "real" if options.real else "paced",
             "parameters": 0 if options.real else options.parameters,
@@ -282,7 +320,9 @@ def measure(profile: str, congestion: str, setting: str, options: argparse.Names
         }
 
 
-HEADER = "profile   TCP         policy   setting                  tokens/s  steps  share   the lab"
+HEADER = (
+    "profile   TCP         policy       setting                  tokens/s  steps  share   the lab"
+)
 
 
 def line_of(row: Row) -> str:
@@ -298,14 +338,15 @@ def line_of(row: Row) -> str:
         for text, shown in (
             (f"   {row['model']}", row["model"] != "paced"),
             (f"   {row['parameters']:,} averaged", row["parameters"]),
-            (f"   {row['microbatch_size']} a microbatch", row["microbatch_size"] != 4),
+            (f"   {row['microbatches']} × 4,096 tokens a step", row["microbatches"] != STEP),
+            (f"   {row['microbatch_size']} a microbatch", row["microbatch_size"] != MICROBATCH),
         )
         if shown
     )
     return (
-        f"{row['profile']:9} {row['congestion'] + window:11} {row['policy']:8} {row['setting']:22}"
-        f"{below + format(row['tokens_per_s'], ',.0f'):>11}{row['steps']:7}  {share:5}"
-        f"   {said(row['lab']['lines'])}{late}{extra}"
+        f"{row['profile']:9} {row['congestion'] + window:11} {policy_of(row):12}"
+        f" {row['setting']:22}{below + format(row['tokens_per_s'], ',.0f'):>11}{row['steps']:7}"
+        f"  {share:5}   {said(row['lab']['lines'])}{late}{extra}"
     )
 
 
@@ -314,14 +355,15 @@ def entries(rows: Sequence[Row]) -> list[dict[str, Any]]:
     found = []
     for row in rows:
         where = f"{row['profile']}, {row['congestion']}{', keep' if row['keep_window'] else ''}"
-        sizes = f"{row['parameters']} parameters, {row['microbatch_size']} a microbatch"
-        metric = f"{where}, {row['setting']}, {row['policy']}, {row['model']} model, {sizes}"
+        sizes = f"{row['parameters']} parameters, {row['microbatches']} x 4096 tokens a step"
+        sizes += f", {row['microbatch_size']} a microbatch"
+        metric = f"{where}, {row['setting']}, {policy_of(row)}, {row['model']} model, {sizes}"
         measured = [result(metric, row["tokens_per_s"], "tokens/s")]
         if row["setting"] == TORCH:
-            factor = ahead(rows, row)
+            factor = over_torch(rows, row)
             if factor is not None:
                 name = f"{where}: best / torch{'' if row['steps'] else ', at least'}"
-                measured.append(result(name, factor, "x", AHEAD))
+                measured.append(result(name, factor, "x", OVER_TORCH))
         elif row["share"] is not None:
             goal = GOALS.get(row["profile"])
             measured.append(result(f"{metric}: share", row["share"], "of lan", goal))

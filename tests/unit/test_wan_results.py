@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import shlex
 import sys
 from pathlib import Path
@@ -14,8 +15,10 @@ sys.path.insert(0, str(WAN))  # its files are scripts, and import each other as 
 
 import _plots  # noqa: E402
 import everything  # noqa: E402
-from _kept import TORCH, ahead, best, keep, kept, medians, newest, throughput  # noqa: E402
+from _kept import TORCH, best, keep, kept, medians, newest, over_torch, throughput  # noqa: E402
 from _namespaces import LabError  # noqa: E402
+from _wide import SIZES  # noqa: E402
+from throughput import SETTINGS, config_of  # noqa: E402
 
 PNG = b"\x89PNG"
 
@@ -27,6 +30,8 @@ def row(profile: str, rate: float, **fields: Any) -> dict[str, Any]:
         "congestion": "cubic",
         "setting": "int4",
         "policy": "exact",
+        "ahead": 0.0,
+        "microbatches": 16,
         "keep_window": False,
         "model": "paced",
         "parameters": 0,
@@ -63,16 +68,21 @@ def test_rounds_count_as_their_median_and_the_newest_run_counts() -> None:
     assert [each["tokens_per_s"] for each in older] == [6.0]
 
 
-def test_a_share_is_of_the_best_on_lan_under_the_same_policy_and_model() -> None:
+def test_a_share_is_of_the_best_on_lan_under_the_same_policy_step_and_model() -> None:
     rows = [
         row("lan", 8.0, setting="int8"),
         row("lan", 10.0),
-        row("lan", 90.0, policy="delayed"),
+        row("lan", 90.0, policy="delayed", ahead=1.0),
+        row("lan", 85.0, policy="delayed", ahead=0.25),
+        row("lan", 60.0, microbatches=64),
         row("lan", 80.0, model="real"),
         row("lan", 70.0, setting=TORCH),
         row("home", 9.0, congestion="bbr", parameters=5),
     ]
     assert shares(rows)["home"] == pytest.approx(0.9)
+    delayed = row("home", 68.0, policy="delayed", ahead=0.25)
+    assert shares([*rows, delayed])["home"] == pytest.approx(0.8)
+    assert shares([*rows, {**delayed, "microbatches": 64}])["home"] is None
     assert shares([row("home", 9.0), row("lan", 80.0, model="real")])["home"] is None
 
 
@@ -97,24 +107,40 @@ def test_the_best_is_the_fastest_and_torch_is_beside_equal_lines() -> None:
         row("home", 40.0, congestion="bbr"),
         row("fibre", 50.0),
     ]
-    assert ahead(rows, torch) == 4.5
-    assert ahead([torch], torch) is None
+    assert over_torch(rows, torch) == 4.5
+    assert over_torch([torch], torch) is None
     ours = [each for each in rows if each is not torch]
     assert [each["tokens_per_s"] for each in best(ours, "profile")] == [40.0, 50.0]
 
 
 def test_shares_are_drawn(tmp_path: Path) -> None:
     rows = [
-        row(profile, rate, setting=setting, policy=policy)
+        row(profile, rate, setting=setting, **policy)
         for profile, rate in (("lan", 10.0), ("home", 9.5), ("poor", 6.0), ("mixed", 7.0))
         for setting in ("int4", "subspace-8 int4")
-        for policy in ("exact", "delayed")
+        for policy in ({}, {"policy": "delayed", "ahead": 0.25, "microbatches": 64})
     ]
     rows.append(row("home", 0.1, setting=TORCH))
     _plots.shares(throughput(rows), tmp_path / "shares.png")
     assert (tmp_path / "shares.png").read_bytes().startswith(PNG)
     with pytest.raises(ValueError, match="nothing to draw: shares are of `lan`"):
         _plots.shares(throughput([row("home", 9.5)]), tmp_path / "none.png")
+
+
+def test_a_run_has_the_step_and_the_share_ahead_that_were_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(SIZES, "")  # which it exports
+    options = argparse.Namespace(
+        real=False, microbatches=64, microbatch_size=2, policy="delayed", ahead=0.25, parameters=0
+    )
+    config = config_of(SETTINGS["subspace-8 int4"], options)
+    assert (config.batch.microbatches, config.microbatches_ahead) == (128, 32)
+    options.real = True
+    config = config_of(SETTINGS["subspace-8 int4"], options)
+    sequence = config.data.sequence
+    assert config.batch.microbatches * config.batch.microbatch_size * sequence == 64 * 4096
+    assert config.update.ahead == 0.25
 
 
 def test_the_curve_over_connections_is_drawn(tmp_path: Path) -> None:
