@@ -72,8 +72,8 @@ bench: .venv/.stamp-test
 	    || rm -f benchmarks/out/$$name.json; \
 	done
 
-# Over emulated home connections: network namespaces, so as root. Same contract. It says how long
-# it takes: about an hour and three quarters.
+# Over emulated home connections: network namespaces, so as root. Same contract. Two hours, about;
+# `everything.py --list` says of what.
 bench-wan: .venv/.stamp-test
 	@$(BIN)/python benchmarks/wan/everything.py
 

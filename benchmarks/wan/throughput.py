@@ -263,12 +263,10 @@ def main() -> None:
         )
     end_politely()
     run = stamp()
-    if not (options.real or options.show):
-        print(
-            f"stages alone: {ideal(options):.0f} tokens/s; {tokens_of(options):,} tokens a step;"
-            f" averaged: {options.parameters:,} parameters"
-        )
-    print(HEADER)
+    if not options.show:
+        alone = "" if options.real else f"stages alone: {ideal(options):.0f} tokens/s; "
+        print(f"{alone}{tokens_of(options):,} tokens a step")
+        print(HEADER)
     for _ in range(0 if options.show else options.rounds):
         for profile in options.profiles:
             for congestion in congestions(profile, options):
@@ -330,7 +328,7 @@ def line_of(row: Row) -> str:
     dropped from full buffers, and the longest that one came late."""
     window = "+keep" if row["keep_window"] else ""
     below = "" if row["steps"] else "<"
-    share = f"{row['share']:.3f}" if row.get("share") is not None else ""
+    share = f"{below}{row['share']:.3f}" if row.get("share") is not None else ""
     hub = row["lab"]["hub"]
     late = f"; hub dropped {hub['dropped']}, late {1e3 * hub['latest_s']:.0f} ms" if hub else ""
     extra = "".join(
@@ -346,7 +344,7 @@ def line_of(row: Row) -> str:
     return (
         f"{row['profile']:9} {row['congestion'] + window:11} {policy_of(row):12}"
         f" {row['setting']:22}{below + format(row['tokens_per_s'], ',.0f'):>11}{row['steps']:7}"
-        f"  {share:5}   {said(row['lab']['lines'])}{late}{extra}"
+        f"  {share:6}  {said(row['lab']['lines'])}{late}{extra}"
     )
 
 
