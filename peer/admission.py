@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from peer.calls import count, names
 from peer.measure import StageFacts
 from peer.members import Member, Offer, Standing, Traffic
+from peer.slots import read_slots
 from swarm.agreement import agree, decided
 from swarm.errors import RefusedError, SwarmError, WireError
 from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
@@ -75,6 +76,7 @@ class Admission:
         addresses = body.get("addresses")
         if not isinstance(addresses, list) or len(addresses) > 32:
             raise WireError("a join without addresses")
+        slots = read_slots(body.get("slots", 1))
         member, why = leader.members.get(channel.incarnation), ""
         if member is None:
             offer = Offer.read(body, channel.peer)
@@ -84,7 +86,7 @@ class Admission:
             member.offer, member.joined_at = offer, asyncio.get_running_loop().time()
             leader.members.by_name[channel.incarnation] = member
             leader.probe("joined", replica=member.incarnation, stage=member.stage)
-        member.slots = max(1, min(count(body.get("slots", 1)), 1024))
+        member.slots = slots
         member.device = str(body.get("device", ""))[:40]
         self._send_roster()
         return Message({"stage": member.stage, "why": why, **self._position(member)})
@@ -96,12 +98,14 @@ class Admission:
         return placement.stage, placement.reason
 
     async def _ready(self, channel: Channel, message: Message) -> Message:
-        """`{step}`: the replica holds the state of that step. Answers `{ready, …position}`."""
+        """`{step, …}`: the replica holds the state of that step. Answers `{ready, …position}`."""
         leader = self.leader
         member = leader.members.get(channel.incarnation)
         if member is None:
             raise RefusedError("join first")
+        slots = read_slots(message.body.get("slots", member.slots))
         member.step = count(message.body.get("step"))
+        member.slots = slots  # as many as fit beside its stage, which it did not know at `join`
         noted = message.body.get("noted")
         for donor in names(noted if isinstance(noted, list) else [])[:8]:
             leader.probe("bad_chunk", replica=donor, by=member.incarnation)

@@ -18,6 +18,7 @@ from peer.joining import CatchUp
 from peer.measure import StageFacts, stage_facts
 from peer.observe import activity_of
 from peer.orders import MoveOrder, Orders
+from peer.slots import MAX_SLOTS
 from peer.snapshots import Donor
 from peer.stage_server import Probe, StageServer, no_probe
 from swarm.averaging.policy import UpdatePolicy
@@ -28,6 +29,7 @@ from swarm.model.stage import ModelPipeline
 from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
 from swarm.net.links import Links, peer_of
 from swarm.optim import OptimizerSettings
+from swarm.placement import estimate_memory, least_slots, slots_that_fit
 from swarm.terms import Record
 from swarm.wire.boundaries import LOSSLESS, BoundaryCodecs
 
@@ -44,8 +46,9 @@ class Member:
     `find_leader()` gives candidates (incarnation or peer id, addresses) to dial, best first.
     `stage` None means that the leader chooses. `benchmark_s` bounds the first estimate of the
     stage's time here (0: none is made). `speed` and `memory_bytes` are the device's
-    (`peer.measure`); who is `pinned` has its stage from a person. The device is its owner's to
-    close.
+    (`peer.measure`), which `sharers` replicas may come to share; who is `pinned` has its stage from
+    a person. `slots` None: as many as fit once the stage is known (`swarm.placement.memory`), with
+    `afab` no limit. The device is its owner's to close.
     """
 
     orders_type = (
@@ -73,6 +76,7 @@ class Member:
         benchmark_s: float = 0.0,
         speed: float | None = None,
         memory_bytes: int | None = None,
+        sharers: int = 1,
         pinned: bool = False,
         probe: Probe = no_probe,
         say: Callable[[str], None] = lambda line: None,
@@ -80,7 +84,8 @@ class Member:
         self.links, self.pipeline, self.compute, self.policy = links, pipeline, compute, policy
         self.optimizer, self.trainers, self._find_leader = optimizer, trainers, find_leader
         self.stage, self.accumulate, self.codecs = stage, accumulate, codecs
-        self.slots = None if afab else slots or 2 * pipeline.num_stages + 2
+        self.slots = None if afab else slots or least_slots(pipeline.num_stages)
+        self.sharers, self._counts_slots = sharers, slots is None
         self.kept_bytes, self.device, self.probe, self.say = kept_bytes, device, probe, say
         self.numerics, self.benchmark_s = numerics, benchmark_s
         self.speed, self.memory_bytes, self.pinned = speed, memory_bytes, pinned
@@ -166,7 +171,7 @@ class Member:
         application = {
             "stage": wanted,
             "addresses": list(self.links.transport.addresses),
-            "slots": self.slots or 1024,
+            "slots": self._told_slots,
             "device": self.device,
             "numerics": self.numerics,
             "pinned": self.pinned,
@@ -221,6 +226,8 @@ class Member:
             self.facts = await stage_facts(
                 self.compute, state.live[-1], self.pipeline, stage, self.benchmark_s
             )
+            if self._counts_slots:
+                self.slots = self._fitting_slots(self.facts)
         self.server = StageServer(
             stage,
             state,
@@ -250,6 +257,23 @@ class Member:
         self.links.methods.update(
             {**self.server.methods(), **self.orders.methods(), **self.donor.methods()}
         )
+
+    def _fitting_slots(self, facts: StageFacts) -> int | None:
+        """As many as this replica's part of the device's memory has room for."""
+        state = estimate_memory(
+            facts.parameters,
+            optimizer=self.optimizer.name,
+            accumulate=self.accumulate,
+            steps_in_flight=self.policy.steps_in_flight,
+        )
+        part = None if self.memory_bytes is None else self.memory_bytes // self.sharers
+        # Kept answers lie in the host's memory, which other devices do not compute in.
+        kept = 0 if self.device.startswith("cuda") else self.kept_bytes
+        return slots_that_fit(self.slots, part, state.total + kept, facts.activation_bytes)
+
+    @property
+    def _told_slots(self) -> int:
+        return MAX_SLOTS if self.slots is None else min(self.slots, MAX_SLOTS)
 
     def _committed(self, record: Record, prepared: Prepared) -> None:
         assert self.donor is not None
@@ -290,6 +314,7 @@ class Member:
             "step": self.step,
             "epoch": self.epoch,
             "following": self.catching_up.following,
+            "slots": self._told_slots,
             "noted": noted[:8],
         }
         if self.facts is not None:

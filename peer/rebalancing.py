@@ -37,6 +37,7 @@ from swarm.placement import (
     StageNeed,
     choose_stage,
     estimate_memory,
+    least_slots,
     optimum,
     plan_moves,
     plan_seconds,
@@ -125,12 +126,12 @@ class Rebalancing:
             return StageNeed(cost)
         parameters = int(statistics.median(each.parameters for each in found))
         settings = self.leader.plan.optimizer
-        held = max(each.slots for each in self.leader.members.of_stage(stage))
+        least = least_slots(self.leader.pipeline.num_stages)  # those who hold more need not
         estimate = estimate_memory(
             parameters,
             optimizer=settings.name if settings is not None else "adamw",
             activation_bytes=int(statistics.median(each.activation_bytes for each in found)),
-            slots=self.leader.fixed_slots or min(held, self.leader.plan.num_microbatches),
+            slots=self.leader.fixed_slots or min(least, self.leader.plan.num_microbatches),
             steps_in_flight=self.leader.plan.steps_in_flight,
         )
         return StageNeed(cost, estimate.total, 4 * STATE_FLOATS * parameters)

@@ -247,6 +247,9 @@ class PeerProcess:
         kept_mib = min(config.memory.kept_mib, self.options.memory_mib or config.memory.kept_mib)
 
         activity = Activity()
+        pinned = bool(self.options.stages) and not self.options.may_move
+        # One more than its stages: who may move serves the old one beside the new, or a second.
+        sharers = max(len(self.options.stages), 1) + (not pinned)
 
         def make(own: Links, stage: int | None) -> Member:
             member = self.member_type(
@@ -268,7 +271,8 @@ class PeerProcess:
                 benchmark_s=BENCHMARK_S,
                 speed=speed,
                 memory_bytes=free_bytes,
-                pinned=bool(self.options.stages) and not self.options.may_move,
+                sharers=sharers,
+                pinned=pinned,
                 say=self.say,
             )
             shown = PeerObservations(member, activity, self.options.name)

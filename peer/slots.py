@@ -1,9 +1,26 @@
-"""At most so many microbatches between forward and backward at one replica: 1F1B's memory bound."""
+"""At most so many microbatches between forward and backward at one replica: 1F1B's memory bound.
+
+How many: at least what every replica can hold, more where memory allows (`swarm.placement.memory`).
+The replica tells its leader, whose credits never exceed what it holds (`swarm.credits`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+
+from peer.calls import count
+from swarm.errors import WireError
+
+MAX_SLOTS = 1024  # that a replica says it has; one without a limit says so many
+
+
+def read_slots(value: object) -> int:
+    """How many a replica says that it has. Raises WireError."""
+    number = count(value)
+    if not 1 <= number <= MAX_SLOTS:
+        raise WireError(f"slots are 1 to {MAX_SLOTS}")
+    return number
 
 
 class Slots:

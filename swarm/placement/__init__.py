@@ -5,7 +5,7 @@ gives the same answer everywhere, and every answer carries its reason. The leade
 commits; the simulator (`swarm/sim/`) runs the same ones at sizes no one can rent.
 
 - `table`   what is known of stages and peers, and the throughput that follows from it
-- `memory`  how much a stage needs on a device
+- `memory`  how much a stage needs on a device, and how many microbatches fit beside it
 - `joining` the stage of a joiner
 - `chain`   who holds a second stage, and what that makes of the throughput
 - `moves`   who moves where, and whether it pays (`sketch`: the table as it tries them;
@@ -20,7 +20,12 @@ docs/decisions/rebalancing.md says where this differs, and why.
 
 from swarm.placement.chain import Second, chain_throughput, plan_seconds
 from swarm.placement.joining import Placement, choose_stage
-from swarm.placement.memory import MemoryEstimate, estimate_memory
+from swarm.placement.memory import (
+    MemoryEstimate,
+    estimate_memory,
+    least_slots,
+    slots_that_fit,
+)
 from swarm.placement.moves import Plan, plan_moves
 from swarm.placement.optimum import Recut, optimum, recut
 from swarm.placement.sketch import Move, MovePolicy
@@ -40,8 +45,10 @@ __all__ = [
     "chain_throughput",
     "choose_stage",
     "estimate_memory",
+    "least_slots",
     "optimum",
     "plan_moves",
     "plan_seconds",
     "recut",
+    "slots_that_fit",
 ]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from swarm.model.cut import balanced_cut
 from swarm.placement.joining import choose_among
-from swarm.placement.memory import estimate_memory
+from swarm.placement.memory import estimate_memory, least_slots
 from swarm.placement.moves import plan_moves
 from swarm.placement.optimum import best_cut, optimum
 from swarm.placement.sketch import MovePolicy
@@ -43,7 +43,7 @@ class Work:
     """What a microbatch and a step are. Per layer: `flops` of forward and backward, `parameters`,
     `activation_bytes` held between them. `boundary_values`: numbers that cross a boundary, one
     way. `microbatches` per step; `slots` in flight per replica (None: 2 * stages + 2,
-    what a peer holds at most). Averaging overlaps with
+    what every peer can hold). Averaging overlaps with
     the first `ahead` microbatches of the next step."""
 
     flops: tuple[float, ...]
@@ -170,7 +170,7 @@ def _needs(work: Work, cut: Sequence[int]) -> tuple[StageNeed, ...]:
             optimizer=work.optimizer,
             accumulate=work.accumulate,
             activation_bytes=sum(work.activation_bytes[part]),
-            slots=work.slots or 2 * len(cut) + 2,
+            slots=work.slots or least_slots(len(cut)),
             steps_in_flight=2 if work.ahead else 1,
         )
         needs.append(StageNeed(sum(work.flops[part]), memory.total, 4 * parameters))

@@ -27,7 +27,7 @@ _LEAVE, _ABLE, _NOTICE, _TURN, _ARRIVE, _HOLD, _JOIN, _TICK = range(8)
 class Step(NamedTuple):
     """What a step is: `microbatches` (0: work without steps), `averaging_s` in which nothing else
     flows, `hop_s` a tensor takes from one stage to the next, `slots` microbatches under way per
-    replica of the narrowest stage (0: stages + 2; only the fine resolution knows them)."""
+    replica of the narrowest stage (0: 2 x stages + 2; only the fine resolution knows them)."""
 
     microbatches: int = 0
     averaging_s: float = 0.0

@@ -21,7 +21,7 @@ from typing import Any
 
 import simpy
 
-from swarm.placement import StageNeed
+from swarm.placement import StageNeed, least_slots
 from swarm.routing import Router
 from swarm.sim.churn import Life
 from swarm.sim.fluid import Step, pipeline_fill_s, with_overhead
@@ -113,7 +113,7 @@ class _Swarm:
         self.has_been_able: set[str] = set()
         self.counted: dict[str, Counter[int]] = {}  # per replica: stage -> of this step
         self.under_way = 0
-        self.slots = step.slots or 2 * len(needs) + 2
+        self.slots = step.slots or least_slots(len(needs))
         self.left = 0  # of this step, replays included
         self.news = self.env.event()
         self.last_s = 0.0

@@ -46,6 +46,7 @@ class AdaptiveSwarm(Swarm):
     costs: Sequence[float] = (1.0, 1.0, 1.0)
     moves: MovePolicy | None = field(default_factory=lambda: EAGER)
     benchmark_s: float = 1.0
+    memory_bytes: int | None = None  # of each device
 
     def __post_init__(self) -> None:
         self.hosts: dict[str, Host] = {}
@@ -162,6 +163,7 @@ class AdaptiveSwarm(Swarm):
                 kept_bytes=self.kept_bytes,
                 benchmark_s=self.benchmark_s,
                 speed=speed,
+                memory_bytes=self.memory_bytes,
                 pinned=pinned,
                 probe=lambda point, **facts: self.on_probe(name, point, {**facts, "life": life}),
                 say=lambda line: self.said.append(f"{name}: {line}"),

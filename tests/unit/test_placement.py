@@ -16,9 +16,11 @@ from swarm.placement import (
     StageNeed,
     choose_stage,
     estimate_memory,
+    least_slots,
     optimum,
     plan_moves,
     recut,
+    slots_that_fit,
 )
 
 GIB = 2**30
@@ -313,6 +315,37 @@ def test_memory_is_the_stated_sum() -> None:
     assert estimate.total == 4000 + 8000 + 8000 + 4000 + 200
     lean = estimate_memory(1000, optimizer="sgd", accumulate="float32")
     assert lean.total == 4000 + 4000 + 4000 + 4000
+
+
+@pytest.mark.parametrize(
+    ("least", "memory", "activation", "slots"),
+    [
+        (8, None, 10, 8),  # nobody says how much memory there is
+        (8, 1 << 40, 0, 8),  # nor what a microbatch takes
+        (8, 0, 10, 8),
+        (8, 1000, 10, 8),  # the state takes it all
+        (8, 1000 + 4 * 89, 10, 8),
+        (8, 1000 + 4 * 90, 10, 9),
+        (8, 1000 + 4 * 639, 10, 63),
+        (8, 1000 + 4 * 640, 10, 64),
+        (8, 1 << 60, 1, 64),
+        (130, 1 << 60, 1, 130),  # many stages need more than the most that memory gives
+        (None, 1 << 60, 1, None),  # AFAB knows no limit
+    ],
+)
+def test_slots_are_as_many_as_fit_beside_the_state(
+    least: int | None, memory: int | None, activation: int, slots: int | None
+) -> None:
+    assert slots_that_fit(least, memory, 1000, activation) == slots
+
+
+@pytest.mark.parametrize("memory", [2500, 4000, 10_000, 1 << 30])
+def test_two_replicas_of_a_device_both_fit(memory: int) -> None:
+    states, activation, least = (1000, 700), 20, least_slots(1)
+    held = [slots_that_fit(least, memory // 2, state, activation) for state in states]
+    taken = [s + h * activation for s, h in zip(states, held, strict=True) if h is not None]
+    assert len(taken) == 2
+    assert sum(taken) <= memory
 
 
 def test_another_cut_is_proposed_with_its_gain() -> None:
