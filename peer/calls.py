@@ -10,6 +10,7 @@ from swarm.errors import WireError
 from swarm.terms import MAX_COUNTER, Term
 
 MAX_STAGES = 1024
+FIELDS_CODEC = "raw+zstd"  # of a microbatch's fields; floating-point ones therefore travel raw
 
 
 @dataclass(frozen=True, slots=True)

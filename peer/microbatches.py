@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from peer.calls import MicrobatchCall
+from peer.calls import FIELDS_CODEC, MicrobatchCall
 from peer.members import Member
 from swarm.errors import StageFailedError, StreamClosedError, SwarmError
 from swarm.names import brief
@@ -83,7 +83,7 @@ class Microbatches:
     def encode(self, batch: Mapping[str, np.ndarray]) -> list[WireTensor]:
         """A microbatch's fields as they ride in a call."""
         tensors = [torch.from_numpy(np.ascontiguousarray(batch[name])) for name in self._fields]
-        return [encode(tensor, "raw") for tensor in tensors]
+        return [encode(tensor, FIELDS_CODEC) for tensor in tensors]
 
     async def run(self, step: Step, issued: Callable[[], None]) -> None:
         """Until every microbatch is counted by one replica per stage.

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from peer.calls import MicrobatchCall, count, names
+from peer.calls import FIELDS_CODEC, MicrobatchCall, count, names
 from peer.kept import KeptAnswers, Work
 from peer.slots import Slots
 from swarm.compute import Compute, Kind, Timed, WatchedCompute
@@ -170,7 +170,7 @@ class StageServer:
             raise WireError("the route names another replica here")
 
     def _check_inputs(self, metas: Sequence[TensorMeta]) -> None:
-        check_tensors(metas[: len(self._fields)], self._field_specs, "raw")
+        check_tensors(metas[: len(self._fields)], self._field_specs, FIELDS_CODEC)
         codec = self.codecs.name(self.stage - 1, FORWARD)
         check_tensors(metas[len(self._fields) :], self._inputs, codec)
 

@@ -351,6 +351,14 @@ class ZstdCodec:
         return self.plain.finish(memory, meta, device)
 
 
+class PackedIntegers(ZstdCodec):
+    """Of integers and booleans only: they are few and repeat themselves, as token ids do, where
+    floating-point values would take long and shrink little."""
+
+    def accepts(self, dtype: str) -> bool:
+        return not _TORCH_DTYPE[dtype].is_floating_point
+
+
 def _compressor() -> zstandard.ZstdCompressor:
     if not hasattr(_local, "compressor"):
         _local.compressor = zstandard.ZstdCompressor(level=_ZSTD_LEVEL)
@@ -397,7 +405,9 @@ def codec_names() -> tuple[str, ...]:
     return tuple(_registry)
 
 
-register(PlainCodec("raw", None))
+_raw = PlainCodec("raw", None)
+register(_raw)
+register(PackedIntegers("raw+zstd", _raw))
 _uncompressed: tuple[Uncompressed, ...] = (
     *(PlainCodec(name, name) for name in ("float32", "float16", "bfloat16")),
     *(BlockCodec(f"int{bits}", bits) for bits in (8, 4)),

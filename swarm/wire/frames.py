@@ -40,6 +40,7 @@ from swarm.wire.codecs import (
     bytes_view,
     check_meta,
     codec_for,
+    decode,
 )
 
 PROTOCOL_VERSION = 4
@@ -147,14 +148,14 @@ def check_indices(tensors: Sequence[WireTensor], specs: Sequence[TensorSpec]) ->
     """Raise WireError where a tensor holds an integer that its spec (the first tensor's is the
     first) does not allow; further tensors are not looked at.
 
-    Received bytes are read where they lie, on the CPU: on a GPU one token id past the vocabulary
-    costs the process its whole use of the device.
+    On the CPU: on a GPU one token id past the vocabulary costs the process its whole use of the
+    device.
     """
     for i, (tensor, spec) in enumerate(zip(tensors, specs, strict=False)):
         dtype = np.dtype(spec.dtype)
         if spec.below is None or (dtype.kind == "u" and np.iinfo(dtype).max < spec.below):
             continue
-        values = np.frombuffer(tensor.data, dtype.newbyteorder("<"))
+        values = decode(tensor).numpy()
         for found in (int(values.min()), int(values.max())):
             if not 0 <= found < spec.below:
                 raise WireError(f"tensor {i} holds {found}, 0 to {spec.below - 1} expected")
