@@ -7,6 +7,7 @@ from pathlib import Path
 
 from _kept import ALIKE, GOALS, Row, best, policy_of
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 DPI = 110
 PANEL = (*ALIKE, "parameters")
@@ -37,7 +38,6 @@ def shares(rows: Sequence[Row], path: Path) -> None:
                 list(bars.values()),
                 width,
                 color=colours[name],
-                label=name,
             )
         for profile, goal in GOALS.items():
             if profile in profiles:
@@ -54,8 +54,8 @@ def shares(rows: Sequence[Row], path: Path) -> None:
             ylim=(0, max(1.1, *(1.05 * row["share"] for row in shown))),
         )
         axes.set_xticks(range(len(profiles)), profiles)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right upper", fontsize="small")
+    known = [Patch(color=colours[name], label=name) for name in settings]
+    figure.legend(handles=known, loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=DPI)
 
 
