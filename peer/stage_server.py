@@ -6,9 +6,9 @@ sent, runs the backward, counts, and answers. Forward and backward are tasks of 
 of the call, so a call whose upstream dies loses nothing. Orders of the leader are in
 `peer.orders`.
 
-A step under way is a `Part`: its ledger, its kept answers, and the version of the state that its
-microbatches are computed with. There are as many as the state has versions, one with the exact
-policy; they take turns, and share device, slots and connections.
+A step under way is a `Part`: its ledger, its kept answers, and the version of the state that it
+begins with. There are as many as the state has versions, one with the exact policy; they take
+turns, and share device, slots and connections.
 """
 
 from __future__ import annotations
@@ -391,7 +391,8 @@ class StageServer:
                     raise NotFiniteError("its backward gives what is no number")
                 part.nonfinite = True
 
-        answers = self._version(part, call.index).backward(
+        # Not the version that is the newest by now: a commit may have come since the forward.
+        answers = graph.state.backward(
             graph, gradients or None, into=part.state if count_it else None, check=check
         )
         dx = self.codecs.encode(answers, self.stage - 1, BACKWARD, (call.step, call.index))

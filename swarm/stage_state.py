@@ -23,8 +23,10 @@ from swarm.optim import OptimizerSettings, make_optimizer
 
 @dataclass(slots=True)
 class Graph:
-    """What a forward leaves for its backward. `inputs` and `outputs` of one microbatch."""
+    """What a forward leaves for its backward, which is `state`'s: `inputs` and `outputs` of one
+    microbatch."""
 
+    state: StageState
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
 
@@ -88,7 +90,7 @@ class StageState:
             outputs = self.stage(leaves, batch)
             if divisor is not None:
                 outputs = (outputs[0] / divisor,)
-        return Graph(leaves, outputs)
+        return Graph(self, leaves, outputs)
 
     def backward(
         self,
@@ -98,8 +100,9 @@ class StageState:
         into: StageState | None,
         check: Callable[[tuple[Tensor, ...]], None] = lambda answers: None,
     ) -> tuple[Tensor, ...]:
-        """Gradients of the graph's inputs. Those of the parameters are added to the accumulator of
-        `into` (None: of nobody), unless `check` raises, which is shown those of the inputs first.
+        """Gradients of the inputs of a graph of this state. Those of the parameters are added to
+        the accumulator of `into` (None: of nobody), unless `check` raises, which is shown those of
+        the inputs first.
 
         Either everything is added to the accumulator or, when this raises, nothing; but if adding
         itself raises, part of it may be in there, and `into` is `spoiled` until its `clear`.

@@ -3,6 +3,7 @@ leaves as it is."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +13,29 @@ from torch import Tensor
 
 from peer import checkpoints
 from peer.baseline import Baseline
+from peer.calls import FIELDS_CODEC, MicrobatchCall
 from peer.checkpointing import write_state
 from peer.inquiries import snapshot_mark
+from peer.kept import Work
 from peer.resume import CheckpointReader
 from peer.snapshots import Snapshot
-from swarm.averaging.policy import ALL, POLICIES
+from peer.stage_server import StageServer
+from swarm.averaging.policy import POLICIES
+from swarm.compute import InlineCompute
 from swarm.delayed_state import PREVIOUS, DelayedState, State, new_state
 from swarm.ledger import Do, Ledger
 from swarm.optim import make_optimizer
 from swarm.placement import estimate_memory
 from swarm.terms import Term
-from tests.protocol.tiny import OPTIMIZER, TinyBatches, baseline, plan, shared_pipeline
+from swarm.wire.codecs import encode
+from tests.protocol.tiny import (
+    ALL,
+    OPTIMIZER,
+    TinyBatches,
+    baseline,
+    plan,
+    shared_pipeline,
+)
 
 STEPS = 5
 
@@ -136,6 +149,30 @@ def test_ledgers_that_take_turns() -> None:
 def test_it_takes_memory_for_a_second_version() -> None:
     exact, delayed = estimate_memory(1000), estimate_memory(1000, steps_in_flight=2)
     assert delayed.total - exact.total == 4000 + 8000
+
+
+# ---- at a replica --------------------------------------------------------------------------------
+
+
+def test_an_answer_computed_again_while_a_step_is_committed_leaves_no_gradient_behind() -> None:
+    """Its graph is of what was the newest version when the forward ran, and so is its backward:
+    what that leaves in the parameters of a version would be added to a microbatch of another."""
+    ours, shape = state(), shared_pipeline(1)
+    server = StageServer(0, ours, shape, InlineCompute(), ahead=1)
+    call = MicrobatchCall(Term(0, 1, "t#1"), 0, 1, 1, 0, ("a#1",), 0, 4.0, False)
+    fields = [encode(each, FIELDS_CODEC) for _, each in sorted(batch(0).items())]
+
+    async def meanwhile(*_: Any) -> tuple[None, tuple[()]]:
+        ours.apply(torch.ones_like(ours.parameters), lr=0.1, scale=1.0)
+        server.committed()
+        return None, ()
+
+    server._go_on = meanwhile  # type: ignore[assignment, method-assign]
+    asyncio.run(server._recompute(server.part_of(0), Work(1), call, fields))
+    assert ours.updates == 1
+    for version in ours.live:
+        assert all(each.grad is None for each in version.stage.parameters())
+        assert not version.accumulator.any()
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
