@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from swarm.wire.codecs import codec_names, decode, encode
+from swarm.wire.codecs import codec_for, codec_names, decode, encode
 
 MICROBATCH, SEQUENCE, HIDDEN = 8, 256, 384
 STEP_MICROBATCHES = 64
@@ -58,7 +58,8 @@ def trained_boundary(steps: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def timed(rounds: int, tensor: torch.Tensor) -> dict[str, tuple[float, float]]:
     """Least seconds to encode and to decode, per codec (and with `~`, rounding stochastically)."""
-    names = [*codec_names(), *(f"{name}~" for name in BLOCKWISE)]
+    names = [name for name in codec_names() if codec_for("float32", name) == name]
+    names += [f"{name}~" for name in BLOCKWISE]
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for _ in range(rounds + 1):
         for name, times in taken.items():

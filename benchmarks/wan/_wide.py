@@ -1,7 +1,8 @@
 """A paced model with the tensors of a large one: `_wide:pipeline`, sized by the environment.
 
 What crosses a boundary is `(microbatch, sequence, width)` float32 before its codec, beside token
-ids of two bytes: the hidden state of a large model, or with a small width the `r` of a subspace.
+ids (two bytes that pack into one, since they are drawn evenly): the hidden state of a large model,
+or with a small width the `r` of a subspace.
 Each stage has as many more parameters as asked for, which are averaged and cost nothing else.
 """
 

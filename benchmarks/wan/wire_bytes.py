@@ -21,7 +21,7 @@ import statistics
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -34,9 +34,9 @@ from convergence import STAGES, STEP_TOKENS, sections
 
 from swarm.averaging.plan import make_plan
 from swarm.config import RunConfig, parse_config
-from swarm.wire.codecs import codec_names
+from swarm.config_fields import Codec
 
-CODECS = [name for name in codec_names() if name != "raw"]
+CODECS = get_args(Codec)
 THIN = ("float32", "bfloat16", "int8", "int4")  # of a subspace
 GRADIENTS = (
     ("float32", "float64"),

@@ -3,10 +3,11 @@
 What. `encode(tensor, codec)` gives a `WireTensor` (description + bytes), `decode` gives it back.
 Float codecs store every value as `float32`, `float16` or `bfloat16`; `+zstd` splits the values
 into byte planes (all first bytes, then all second bytes, …) and compresses them with zstd level 1,
-without loss. `raw` stores any dtype as it is; integers and booleans always go raw, whatever codec
-is asked for. `int8` and `int4` are blockwise with per-block scales (`swarm.wire.blocks`); their
-`+zstd` compresses the bytes in order. `meta.dtype` is the *logical* dtype, the one `decode`
-returns: a bfloat16 tensor survives the codecs `bfloat16`, `float32` and `raw` bit for bit.
+without loss. `raw` stores any dtype as it is; integers and booleans go raw whatever codec is asked
+for, unless it is `raw+zstd`, which is for them alone. `int8` and `int4` are blockwise with
+per-block scales (`swarm.wire.blocks`); their `+zstd` compresses the bytes in order. `meta.dtype` is
+the *logical* dtype, the one `decode` returns: a bfloat16 tensor survives the codecs `bfloat16`,
+`float32` and `raw` bit for bit.
 
 Why this way. Training compares hashes (DESIGN I6), so the lossless path must not touch a bit, and
 costs no copy: a contiguous CPU tensor in its own dtype is sent from its own memory, and a received
@@ -114,7 +115,7 @@ class Codec(Protocol):
 
 
 def encode(tensor: torch.Tensor, codec: str, seed: int | None = None) -> WireTensor:
-    """Write `tensor` with `codec` (integers and booleans: with `raw`).
+    """Write `tensor` with `codec`, or with `raw` where `codec` is not for its dtype.
 
     A `seed` makes int8 and int4 round stochastically; equal seeds give equal bytes.
     Copies nothing if it need not: the bytes of a contiguous CPU tensor in the wire dtype *are* its

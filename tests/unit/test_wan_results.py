@@ -15,6 +15,7 @@ sys.path.insert(0, str(WAN))  # its files are scripts, and import each other as 
 
 import _plots  # noqa: E402
 import everything  # noqa: E402
+import wire_bytes  # noqa: E402
 from _kept import TORCH, best, keep, kept, medians, newest, over_torch, throughput  # noqa: E402
 from _namespaces import LabError  # noqa: E402
 from _wide import SIZES  # noqa: E402
@@ -167,6 +168,12 @@ def test_everything_names_files_that_are_there_and_runs_each_of_them() -> None:
     files = {shlex.split(each.command)[0] for each in everything.COMMANDS.values()}
     there = {path.name for path in WAN.glob("[!_]*.py")}
     assert files == there - {"everything.py"}
+
+
+def test_bytes_are_counted_of_codecs_that_a_run_may_name() -> None:
+    for codec in (*wire_bytes.CODECS, *wire_bytes.THIN):
+        wire = {"activations": codec}
+        assert wire_bytes.config_of(wire, 2).wire.activations == codec
 
 
 def test_a_command_that_fails_is_named_with_its_reason(
