@@ -7,8 +7,8 @@ the commit, and the replicas are told. Whoever fails on the way is asked for a f
 its share is issued again, and the step goes on. `peer.admission` is how replicas come in,
 `peer.watch` notices those that live and do nothing.
 
-With a policy that has two steps in flight (*delayed*) the next step's microbatches go round from
-the moment the step has given away all of its own, so the pipeline never runs empty: it is worked
+With a policy that has two steps in flight (*delayed*) the first microbatches of the next step,
+`Plan.ahead` of them, go round from the moment the step has given away all of its own: it is worked
 *ahead* until its predecessor is committed.
 """
 

@@ -21,7 +21,7 @@ from swarm.model.stage import Stage
 from swarm.optim import OptimizerSettings
 from swarm.stage_state import StageState
 
-PREVIOUS = "previous"  # in `tensors`: the parameters that the oldest step is computed with
+PREVIOUS = "previous"  # in `tensors`: the parameters that the oldest step begins with
 
 
 class DelayedState:
@@ -70,7 +70,7 @@ class DelayedState:
     def apply(self, gradient: Tensor, *, lr: float, scale: float) -> None:
         """One optimizer step on a copy of V_s, which takes the place of V_(s-1).
 
-        V_s stays as it is: step s+1 is being computed with it.
+        V_s stays as it is: step s+1 has begun with it.
         """
         self._catch_up()
         self._previous.apply(gradient, lr=lr, scale=scale)

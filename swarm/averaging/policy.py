@@ -123,6 +123,4 @@ class DelayedPolicy(ExactPolicy):
     steps_in_flight = 2
 
 
-ALL = 1 << 32  # as `ahead`: every microbatch that a step can have
-
 POLICIES = {policy.name: policy for policy in (ExactPolicy, DelayedPolicy)}

@@ -42,9 +42,8 @@ class Device:
 class Work:
     """What a microbatch and a step are. Per layer: `flops` of forward and backward, `parameters`,
     `activation_bytes` held between them. `boundary_values`: numbers that cross a boundary, one
-    way. `microbatches` per step; `slots` in flight per replica (None: 2 * stages + 2,
-    what every peer can hold). Averaging overlaps with
-    the first `ahead` microbatches of the next step."""
+    way. `microbatches` per step; `slots` in flight per replica (None: what every peer can hold).
+    Averaging overlaps with the first `ahead` microbatches of the next step."""
 
     flops: tuple[float, ...]
     parameters: tuple[int, ...]

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from peer.snapshots import CHUNK
-from swarm.averaging.policy import ALL
 from tests.protocol.faults import ACTIONS, LEADER, MOVER, Fault
 from tests.protocol.moving import MovingSwarm
 from tests.protocol.simulated import Swarm
-from tests.protocol.tiny import Place, TinyBatches, baseline, plan
+from tests.protocol.tiny import ALL, Place, TinyBatches, baseline, plan
 
 TRAINERS = ("t0", "t1", "t2")
 REPLICA_POINTS = (

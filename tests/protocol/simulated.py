@@ -26,7 +26,7 @@ from peer.restoring import Origin, Saved
 from peer.trainer import Trainer
 from peer.training import Plan, StepResult
 from swarm.averaging.all_reduce import GroupAllReduce
-from swarm.averaging.policy import ALL, POLICIES
+from swarm.averaging.policy import POLICIES
 from swarm.compute import InlineCompute, Kind
 from swarm.consensus import Vote
 from swarm.errors import StorageError
@@ -40,6 +40,7 @@ from tests.protocol.checkpoints import Checkpoints
 from tests.protocol.chronicle import Chronicle
 from tests.protocol.faults import LEADER, Fault, Faults
 from tests.protocol.tiny import (
+    ALL,
     OPTIMIZER,
     TinyBatches,
     baseline,

@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 
-from swarm.averaging.policy import ALL
 from swarm.ledger import Phase
 from tests.protocol.scenario import DELAYED_FROM, draw, run_seed
 from tests.protocol.simulated import LEADER, Fault, Swarm, baseline, plan
-from tests.protocol.tiny import TinyBatches
+from tests.protocol.tiny import ALL, TinyBatches
 
 MICROBATCHES, STEPS = 6, 5
 THREE = ("t0", "t1", "t2")

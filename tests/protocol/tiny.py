@@ -15,11 +15,12 @@ from torch import Tensor, nn, tanh
 
 from peer.baseline import Baseline
 from peer.training import Plan, StepResult
-from swarm.averaging.policy import ALL
 from swarm.model.custom import CustomPipeline, Pipeline
 from swarm.schedule import Schedule
 
 Place = tuple[int, int]  # a microbatch: step and index
+
+ALL = 1 << 32  # as `ahead`: every microbatch that a step can have
 
 
 class Block(nn.Module):
