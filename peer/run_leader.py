@@ -145,6 +145,7 @@ class LeaderProcess:
             tasks.spawn(self._look_for_peers(node, trainer, known), "look for peers")
             trainer.links.serve()
             await stack.enter_async_context(self._on_lan(node))
+            self._write_status()  # so that whoever starts it again finds the port that is told now
             self._on_link(self.status.link)
             final = await trainer.run()
             if final is None:

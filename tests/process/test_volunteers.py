@@ -31,6 +31,8 @@ def test_volunteers_outlive_the_leader(forks: Forks, tmp_path: Path) -> None:
 
     leader = forks.swarm(*lead)
     link = leader.link
+    (status,) = tmp_path.glob("runs/*/status.json")
+    assert json.loads(status.read_text())["run"]["link"] == link, "told before it was noted"
     leader.signal(signal.SIGKILL)
     assert leader.code() == -signal.SIGKILL
 
@@ -48,8 +50,8 @@ def test_volunteers_outlive_the_leader(forks: Forks, tmp_path: Path) -> None:
     leader.says("step 2 ")
     leader.signal(signal.SIGKILL)
     early.says("lost the leader, looking for it")
-    status = forks.swarm("status")
-    assert status.code() == 0, status
+    shown = forks.swarm("status")
+    assert shown.code() == 0, shown
     leader = forks.swarm(*lead, "--report", "report.jsonl")
     leader.says("going on after ")
     early.says(f"serving stage {first}", 2)
