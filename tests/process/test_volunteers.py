@@ -50,11 +50,12 @@ def test_volunteers_outlive_the_leader(forks: Forks, tmp_path: Path) -> None:
     leader.says("step 2 ")
     leader.signal(signal.SIGKILL)
     early.says("lost the leader, looking for it")
+    served = early.out.count("serving stage ")
     shown = forks.swarm("status")
     assert shown.code() == 0, shown
     leader = forks.swarm(*lead, "--report", "report.jsonl")
     leader.says("going on after ")
-    early.says(f"serving stage {first}", 2)
+    early.says("serving stage ", served + 1)  # it may have been moved meanwhile
 
     late = join(forks, link, "--stage", str(last))
     late.says("downloading 100 %")
