@@ -55,6 +55,7 @@ SMOOTHED = 20  # steps
 SUBSPACES, HIDDEN = ("subspace-8", "subspace-16", "subspace-32", "subspace-64"), (128, 256, 384)
 GOALS = {"int8": 0.005, "int4": 0.01, "delayed-1": 0.005, "subspace-32": 0.02}  # at hidden 128
 SHORT = ("exact", "int8", "int4", "delayed-1", "subspace-32")
+TOP_LOSS = 2.4  # of the plot
 DELAYED = ("delayed-1", "delayed-2", "delayed-4", "delayed-8", "delayed")
 CODECS = ("bfloat16", "int8", "int4", "int8~", "int4~", "int4/int8")
 
@@ -265,9 +266,8 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
             means = np.convolve(each["losses"], np.ones(SMOOTHED) / SMOOTHED, mode="valid")
             tokens = (np.arange(len(means)) + SMOOTHED) * STEP_TOKENS / 1e6
             left.plot(tokens, means, linewidth=1, label=each["setting"])
-    left.set(
-        xlabel="million tokens", ylabel="training loss", title=f"hidden {least}", ylim=(1.4, 2.6)
-    )
+    left.set(xlabel="million tokens", ylabel="training loss", title=f"hidden {least}")
+    left.set_ylim(top=TOP_LOSS)  # the first steps would squeeze the rest
     left.legend(fontsize="small")
     exact = {(r["hidden"], r["seed"]): r["validation"] for r in runs if r["setting"] == "exact"}
     for hidden in sorted({run["hidden"] for run in runs}):
