@@ -12,10 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from peer import local_entry, witness
+from tests.process import stoppable
 
 COSTS = (1.0, 1.0, 4.0)  # of the stages
 UNIT_S = {"FORWARD": 0.015, "BACKWARD": 0.03}
 SLOWER = "slower"
+REST_S = 5.0  # who has moved stays for so long; the usual five minutes are longer than a test
+
+
+def leader(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
+    """A leader that moves a peer again soon: where all start at once, first rates mislead."""
+    from swarm.placement import MovePolicy
+
+    return stoppable.leader(arguments, tell, moves=MovePolicy(hysteresis_s=REST_S))
 
 
 def peer(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:

@@ -73,10 +73,14 @@ class RaisingKernel(Stoppable):
     peer_target = "tests.process.stoppable:peer_with_a_raising_kernel"
 
 
-def leader(arguments: Any, tell: Any) -> int:
+def leader(arguments: Any, tell: Any, **more: Any) -> int:
+    """With `more` as options of the process."""
     from peer.run_leader import LeaderProcess
 
     class StoppableLeader(LeaderProcess):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, **more})
+
         def _out_of_time(self, began: float) -> bool:
             return (self.run_dir / STOP).exists()
 

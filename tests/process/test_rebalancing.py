@@ -159,6 +159,7 @@ def test_up_has_its_peers_hold_second_stages(forks: Forks, tmp_path: Path) -> No
 
 
 class Slowed(Stoppable):
+    leader_target = "tests.process.slowed:leader"
     peer_target = "tests.process.slowed:peer"
 
     def serving(self) -> dict[str, int]:
