@@ -25,7 +25,8 @@ from swarm.stage_state import Graph, StageState
 
 MAX_ROUNDS = 3  # forward and backward, after one that warms up
 MATRIX = 256
-PRODUCTS = 8
+REFERENCE_S = 0.1  # of the device's time go into its speed, or `MAX_ROUNDS` if they take longer
+MAX_PIECES = 200  # even if they are shorter
 MAX_BYTES = 1 << 48
 MIN_SERVICE_S = 1e-6
 
@@ -61,22 +62,27 @@ class StageFacts:
 
 
 async def device_speed(compute: Compute, device: str) -> float:
-    """Rounds per second of a fixed reference: matrix products, forward and backward."""
+    """Rounds per second of a fixed reference, a matrix product forward and one backward, when the
+    device has nothing else to do.
+
+    So the shortest of many short pieces counts. Other work often comes between, most of all where
+    several peers start at once, and a speed that is too low would make the peer's stage look cheap
+    (`peer.rebalancing`): nothing that is measured later tells a dear stage from a slow peer.
+    """
     draw = torch.Generator().manual_seed(0)
     matrix = torch.randn(MATRIX, MATRIX, generator=draw).to(device)
 
-    def products() -> None:
-        result = matrix
-        for _ in range(PRODUCTS):
-            result = result @ matrix / MATRIX
+    def product() -> None:
+        matrix @ matrix
         settle(torch.device(device))
 
-    seconds = []
-    for _ in range(1 + MAX_ROUNDS):
-        there = (await compute.run(Kind.FORWARD, products)).seconds
-        back = (await compute.run(Kind.BACKWARD, products)).seconds
-        seconds.append(there + back)
-    return 1.0 / max(min(seconds), 1e-9)
+    there, back = list[float](), list[float]()
+    while len(there) <= MAX_ROUNDS or (
+        sum(there) + sum(back) < REFERENCE_S and len(there) < MAX_PIECES
+    ):
+        there.append((await compute.run(Kind.FORWARD, product)).seconds)
+        back.append((await compute.run(Kind.BACKWARD, product)).seconds)
+    return 1.0 / max(min(there) + min(back), 1e-9)
 
 
 async def stage_facts(

@@ -1,0 +1,37 @@
+"""What a peer finds out about its device before it serves."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from peer.measure import device_speed
+from swarm.compute import InlineCompute, Kind, Timed
+from swarm.sim.virtual_time import run
+
+SECONDS = {Kind.FORWARD: 0.001, Kind.BACKWARD: 0.002}
+
+
+class Busy(InlineCompute):
+    """A device whose tasks take three times as long when other programs come between, as they
+    mostly do."""
+
+    def __init__(self, seed: str) -> None:
+        super().__init__()
+        self.draw = random.Random(seed)
+
+    async def run(
+        self, kind: Kind, task: Callable[[], Any], seconds: float | None = None
+    ) -> Timed[Any]:
+        disturbed = self.draw.random() < 0.6
+        return await super().run(kind, task, SECONDS[kind] * (3.0 if disturbed else 1.0))
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_devices_speed_is_what_it_does_when_it_has_nothing_else_to_do(number: int) -> None:
+    """So peers that start at once on a busy machine say the same."""
+    rounds = run(device_speed(Busy(f"busy/{number}"), "cpu"))
+    assert rounds == pytest.approx(1 / sum(SECONDS.values()))
