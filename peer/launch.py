@@ -61,6 +61,7 @@ def plan_of(config: RunConfig) -> Plan:
         validation_microbatches=config.validation.microbatches,
         optimizer=config.optimizer,
         ahead=config.microbatches_ahead,
+        accumulate=config.update.accumulate,
         gradient_bytes=(
             contribution_bytes(64, config.update.accumulate, config.wire.gradients) / 64,
             contribution_bytes(64, "float32", config.wire.gradients) / 64,

@@ -130,6 +130,7 @@ class Rebalancing:
         estimate = estimate_memory(
             parameters,
             optimizer=settings.name if settings is not None else "adamw",
+            accumulate=self.leader.plan.accumulate,
             activation_bytes=int(statistics.median(each.activation_bytes for each in found)),
             slots=self.leader.fixed_slots or min(least, self.leader.plan.num_microbatches),
             steps_in_flight=self.leader.plan.steps_in_flight,
@@ -150,7 +151,9 @@ class Rebalancing:
             for m in present
             if (not self.leader.members.may_go(m) if m.incarnation in replaced else not m.leaving)
         ]
-        arriving, until = known.target, known.until
+        # What a process was told that has ended since, the one after it knows nothing of.
+        begun = min(each.joined_at for each in lives) + RESERVED_S
+        arriving, until = known.target if known.until >= begun else None, known.until
         second = fetching = None
         if any(not each.offer.second for each in lives):
             extra = [each for each in lives if each.offer.second]
@@ -161,7 +164,7 @@ class Rebalancing:
                     fetching = each.stage
                 elif not each.leaving:
                     second = each.stage
-            if second is None and fetching is None and known.fetching_until > now:
+            if second is None and fetching is None and known.fetching_until >= max(now, begun):
                 fetching = known.fetching
         for member in coming:
             if member.offer.replaces or not serving:

@@ -52,6 +52,7 @@ class Plan:
     validation_every: int = 0
     validation_microbatches: int = 0
     optimizer: OptimizerSettings | None = None  # so that states can be told from nonsense
+    accumulate: str = "float64"
     gradient_bytes: tuple[float, float] = (8.0, 4.0)  # an element's contribution, and its sum
     ahead: int = 0  # microbatches of a step that may go round before the commit of the one before
 

@@ -190,6 +190,19 @@ def test_a_mover_that_dies_costs_a_replica_and_no_more() -> None:
     assert count(told, "moved") >= 1
 
 
+def test_a_mover_that_starts_again_in_its_old_stage_counts_there() -> None:
+    """Killed while it moves: where it was to go, somebody else is wanted at once."""
+    swarm = AdaptiveSwarm(plan=plan(MICROBATCHES, 14), costs=(1.0, 1.0, 4.0))
+
+    def kill_and_restart(swarm: AdaptiveSwarm, facts: Mapping[str, Any]) -> None:
+        name = peer_of(facts["replica"])
+        swarm.kill(name)
+        swarm.start_peer(name, (facts["source"],), pinned=True)
+
+    told = run(swarm, 14, move=kill_and_restart)
+    assert count(told, "move") >= 3, "both who were told at first, and another"
+
+
 @pytest.mark.parametrize("point", ["move", "moved"])
 def test_the_leader_dies_during_a_move(point: str) -> None:
     swarm = AdaptiveSwarm(plan=plan(MICROBATCHES, 10), costs=(1.0, 1.0, 4.0))
@@ -271,8 +284,9 @@ def test_a_new_leader_lets_those_rest_who_moved_under_the_old_one(
     assert bool(moved & set(asked)) is again
 
 
-def test_a_stage_needs_memory_for_as_many_microbatches_as_it_may_hold() -> None:
-    swarm = AdaptiveSwarm(plan=plan(30, 2))
+@pytest.mark.parametrize("accumulate", ["float64", "float32"])
+def test_a_stage_needs_memory_for_as_many_microbatches_as_it_may_hold(accumulate: str) -> None:
+    swarm = AdaptiveSwarm(plan=plan(30, 2, accumulate=accumulate))
     needs: list[StageNeed] = []
 
     def at_end() -> None:
@@ -282,6 +296,7 @@ def test_a_stage_needs_memory_for_as_many_microbatches_as_it_may_hold() -> None:
         expected = estimate_memory(
             facts.parameters,
             optimizer=OPTIMIZER.name,
+            accumulate=accumulate,
             activation_bytes=facts.activation_bytes,
             slots=2 * swarm.num_stages + 2,
         )

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from peer.launch import plan_of
 from peer.measure import StageFacts
 from peer.members import Member, Members, Offer, Standing
 from peer.rebalancing import RESERVED_S, Rebalancing
+from swarm.config import load_config
 from swarm.placement import LoadTable, PeerLoad
 from swarm.routing import Router
 from swarm.sim.virtual_time import run
 
+EXAMPLE = Path(__file__).parents[2] / "examples/exact.toml"
 SHAPES = (1.0, 2.0, 3.0)  # of the stages: multiply-adds of a microbatch, in some unit
 
 
@@ -25,7 +29,9 @@ def leader_of(*members: Member) -> Any:
         members=known,
         router=Router(),
         pipeline=SimpleNamespace(num_stages=len(SHAPES), stage_cost=SHAPES.__getitem__),
-        plan=SimpleNamespace(optimizer=None, num_microbatches=8, steps_in_flight=1),
+        plan=SimpleNamespace(
+            optimizer=None, accumulate="float64", num_microbatches=8, steps_in_flight=1
+        ),
         fixed_slots=None,
     )
 
@@ -50,6 +56,14 @@ def test_a_stage_never_served_costs_what_its_shape_says_beside_those_that_were()
     table = table_of(leader)
     assert [need.cost for need in table.stages] == pytest.approx([2.0, 4.0, 6.0])
     assert table.rate(PeerLoad("new", speed=12.0), 2) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize("accumulate", ["float64", "float32"])
+def test_a_leader_knows_in_what_gradients_are_added_up(accumulate: str) -> None:
+    """Half of the accumulator's memory."""
+    config = load_config(EXAMPLE)
+    update = config.update.model_copy(update={"accumulate": accumulate})
+    assert plan_of(config.model_copy(update={"update": update})).accumulate == accumulate
 
 
 def test_a_joiner_counts_with_its_own_benchmark_until_it_is_measured() -> None:
