@@ -9,7 +9,6 @@ they are.
 from __future__ import annotations
 
 import asyncio
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +27,7 @@ MATRIX = 256
 REFERENCE_S = 0.1  # of the device's time go into its speed, or `MAX_ROUNDS` if they take longer
 MAX_PIECES = 200  # even if they are shorter
 MAX_BYTES = 1 << 48
-MIN_SERVICE_S = 1e-6
+MIN_SERVICE_S, MAX_SERVICE_S = 1e-6, 1e6  # of a microbatch; what lies outside is not believed
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class StageFacts:
                 "activation_bytes": int(held),
                 "parameters": int(parameters),
             } if 0 <= held < MAX_BYTES and 0 < parameters < MAX_BYTES:
-                usable = service_s is None or MIN_SERVICE_S < service_s < math.inf
+                usable = service_s is None or MIN_SERVICE_S < service_s < MAX_SERVICE_S
                 return cls(service_s if usable else None, held, parameters)
         return None
 

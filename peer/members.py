@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from peer.calls import count
 from peer.measure import StageFacts
 
-MAX_SPEED = 1e12
+MIN_SPEED, MAX_SPEED = 1e-6, 1e12
 MAX_STAGES = 1 << 16
 
 
@@ -66,7 +66,7 @@ class Offer:
         return cls(
             pinned=body.get("pinned") is True,
             replaces=replaces if replaces.split("#", 1)[0] == peer else "",
-            speed=speed if isinstance(speed, float) and 0 < speed < MAX_SPEED else None,
+            speed=speed if isinstance(speed, float) and MIN_SPEED < speed < MAX_SPEED else None,
             memory_bytes=count(memory) if isinstance(memory, int) else None,
             second=body.get("second") is True,
             left_stage=left,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ import numpy as np
 import torch
 
 from peer.calls import FIELDS_CODEC, MicrobatchCall
+from peer.measure import MAX_SERVICE_S
 from peer.members import Member
 from swarm.errors import StageFailedError, StreamClosedError, SwarmError
 from swarm.names import brief
@@ -382,8 +382,9 @@ def _timings(body: Mapping[str, Any], num_hops: int) -> list[tuple[float, float,
     def checked(timing: object) -> tuple[float, float, float] | None:
         match timing:
             case [float(forward_s), float(backward_s), float(waited_s)]:
-                if 0 < forward_s + backward_s < math.inf and 0 <= waited_s < math.inf:
-                    return forward_s, backward_s, waited_s
+                found, served_s = (forward_s, backward_s, waited_s), forward_s + backward_s
+                if min(found) >= 0 and served_s > 0 and served_s + waited_s < MAX_SERVICE_S:
+                    return found
         return None
 
     return [checked(timing) for timing in timings]

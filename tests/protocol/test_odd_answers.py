@@ -166,6 +166,34 @@ def test_no_answer_raises_anything_but_a_swarm_error(
 
 
 @pytest.mark.parametrize(
+    "times",
+    [
+        [1.7e308, 0.0, 1.7e308],
+        [1.7e308, 0.0, 0.0],
+        [1e6, 0.0, 0.0],
+        [-1.0, 2.0, 0.0],
+        [0.0, 0.0, 1.0],
+        [0.1, 0.1, float("nan")],
+        [float("nan"), 0.1, 0.1],
+        [0.1, float("inf"), 0.1],
+    ],
+)
+def test_times_that_make_no_sense_are_those_of_nobody(times: list[float]) -> None:
+    """And they end no run."""
+
+    async def main() -> None:
+        leader, step = make({"loss": 1.0, "timings": [times, [0.1, 0.2, 0.3]]})
+        issue = step.issue(0, 0.0)
+        assert issue is not None
+        await leader.microbatches._drive(step, issue)
+        assert leader.microbatches.losses == {0: 1.0}
+        assert leader.router.measured() == {issue.route[1]: (1, pytest.approx(0.3))}
+        await leader.aclose()
+
+    run(main(), limit_s=100)
+
+
+@pytest.mark.parametrize(
     "norms",
     [["x"], [None], [[1.0]], [float("nan")], [float("inf")], [1e308, 1e308], [-1.0], [True]],
 )

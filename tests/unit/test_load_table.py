@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from peer.measure import StageFacts
 from peer.members import Member, Members, Offer, Standing
 from peer.rebalancing import RESERVED_S, Rebalancing
 from swarm.config import load_config
-from swarm.placement import LoadTable, PeerLoad
+from swarm.placement import LoadTable, PeerLoad, plan_moves
 from swarm.routing import Router
 from swarm.sim.virtual_time import run
 
@@ -108,3 +109,31 @@ def test_a_mover_that_is_the_last_of_its_old_stage_stays_and_counts_in_both() ->
     relieved = leader_of(old, new, member("b", 1), member("c", 0))
     assert relieved.members.may_go(old)
     assert table_of(relieved).peers[0].stages == (1,)
+
+
+FLOATS = (5e-324, 1e-300, 1.1e-6, 1.0, 0.9e6, 0.9e12, 1e300, 1.7e308)
+
+
+@pytest.mark.parametrize("speed", FLOATS)
+@pytest.mark.parametrize("service_s", FLOATS)
+@pytest.mark.parametrize("others", [False, True], ids=["alone", "with others"])
+def test_whatever_a_peer_says_of_its_device_plans_are_made_and_told(
+    speed: float, service_s: float, others: bool
+) -> None:
+    said = member("x", 1)
+    said.offer = Offer.read({"speed": speed}, "x")
+    facts = {"service_s": service_s, "activation_bytes": 1, "parameters": 1}
+    said.facts = StageFacts.read(facts)
+    honest = [member(f"p{stage}", stage, speed=10.0) for stage in range(3)] if others else []
+    for each in honest:
+        each.facts = StageFacts(0.2, 1, 1)
+    leader = leader_of(said, *honest)
+    leader.pipeline.layer_costs, leader.pipeline.cut = [1.0] * 6, (2, 2, 2)
+
+    async def draw_up() -> None:
+        books = Rebalancing(leader)
+        assert books.place("new#1", Offer(speed=10.0)).stage is not None
+        assert plan_moves(books.table(), 0.0).after >= 0
+        assert all(math.isfinite(each) for each in books.as_dict()["stages"])
+
+    run(draw_up())
