@@ -77,6 +77,21 @@ def test_a_joiner_counts_with_its_own_benchmark_until_it_is_measured() -> None:
     assert table_of(leader).peers[0].rates == {1: 4.0}
 
 
+def test_a_joiner_is_sent_where_what_it_says_of_its_memory_suffices() -> None:
+    """The slowest stage is large; what others measured there says so."""
+    serving = [member("a", 0, speed=1.0), *(member(name, 1, speed=1.0) for name in "bc")]
+    serving += [member(name, 2, speed=1.0) for name in "defg"]
+    for each in serving:
+        each.facts = StageFacts(1.0, 1000, 10**9 if each.stage == 0 else 1000)
+
+    async def placed() -> list[int | None]:
+        books = Rebalancing(leader_of(*serving))
+        offers = (Offer(), Offer(memory_bytes=1 << 30), Offer(memory_bytes=1))
+        return [books.place("new#1", offer).stage for offer in offers]
+
+    assert run(placed()) == [0, 1, None]
+
+
 def test_who_is_on_its_way_counts_there_and_not_for_ever() -> None:
     async def counted() -> list[int | None]:
         coming = member("a", 2, Standing.JOINING, speed=1.0)
