@@ -98,10 +98,11 @@ def complete(staging: Path, manifest: Mapping[str, Any], tokenizer: Any = None) 
             (staging / MANIFEST).write_bytes(data)
             for path in (*staging.iterdir(), staging):
                 _sync(path)
-            if final.exists():
-                _remove(final)
+            replaced = _hide(final) if final.exists() else None
             os.rename(staging, final)
             _sync(final.parent)
+            if replaced is not None:  # only now: a kill while it goes must not leave neither
+                shutil.rmtree(replaced, ignore_errors=True)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -253,10 +254,15 @@ def _entry(path: Path) -> dict[str, Any]:
 
 def _remove(directory: Path) -> None:
     """Hidden first, so that a half-deleted checkpoint never looks like one."""
+    shutil.rmtree(_hide(directory), ignore_errors=True)
+
+
+def _hide(directory: Path) -> Path:
+    """Where it is now."""
     hidden = directory.with_name(f".{directory.name}.old")
     shutil.rmtree(hidden, ignore_errors=True)
     os.rename(directory, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+    return hidden
 
 
 def _sync(path: Path) -> None:

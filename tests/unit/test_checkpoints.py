@@ -172,6 +172,29 @@ def test_the_same_step_again_replaces(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "checkpoints") == ["step-3"]
 
 
+def test_killed_while_the_same_step_replaces_one_of_them_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Removing a large one takes its time, and it may be the only one."""
+    write(tmp_path, 3, a_state(0))
+    rmtree = shutil.rmtree
+
+    def killed(path: Path, *args: Any, **options: Any) -> None:
+        if path.name == ".step-3.old" and path.exists():
+            raise KeyboardInterrupt
+        rmtree(path, *args, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, 3, a_state(1))
+    monkeypatch.undo()
+    directory = checkpoints.latest(tmp_path)
+    assert directory is not None
+    checkpoints.read_stage_parameters(directory, 1)
+    write(tmp_path, 4, a_state(1))
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-3", "step-4"]
+
+
 def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
     whole = write(tmp_path, 1, a_state())
     staging = checkpoints.begin(tmp_path, 2)
