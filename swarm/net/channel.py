@@ -7,8 +7,8 @@ here. Orders overtake bulk data that is still waiting to be sent.
 
 Bytes from the other side are hostile (DESIGN, I8): a method must be known and its tensors accepted
 by the method's `check` before anything is allocated, calls in progress are bounded (one is until
-its answer has been sent, or who asks and never reads would fill our memory with answers), and any
-breach ends the channel.
+its answer has been sent, or who asks and never reads would fill our memory with answers), as are
+those that wait for an answer from there, and any breach ends the channel.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ GAPS_FADE_S = 60.0  # until that one counts half
 LONGEST_SILENCE = 6.0  # times the silence of an even line, whatever the gaps
 SLIGHT_S = 0.001  # so that a look at the limit comes after it
 MAX_CALLS_IN_PROGRESS = 1024
+UNANSWERED = 2  # times as many calls that wait here: who is asked reads none, or answers none
 BULK_QUEUE_BYTES = 64 << 20
 MAX_INCARNATION_CHARS = 160
 
@@ -218,6 +219,8 @@ class Channel:
         self._next_id += 1
         call_id = self._next_id
         pending = _Pending(asyncio.get_running_loop().create_future(), check_reply)
+        if len(self._pending) >= UNANSWERED * MAX_CALLS_IN_PROGRESS:
+            self.end(f"{len(self._pending)} calls without an answer")
         if self.ended:
             raise self.ended
         self._pending[call_id] = pending

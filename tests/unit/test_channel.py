@@ -18,7 +18,15 @@ from swarm.errors import (
     UnreachableError,
     WireError,
 )
-from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
+from swarm.net.channel import (
+    MAX_CALLS_IN_PROGRESS,
+    UNANSWERED,
+    CallFailedError,
+    Channel,
+    Message,
+    Method,
+    no_tensors,
+)
 from swarm.net.links import PROTOCOL, VERSION_PROTOCOL, Links
 from swarm.net.memory import MemoryNetwork
 from swarm.sim.virtual_time import run
@@ -216,6 +224,32 @@ def test_a_call_given_up_is_answered_into_the_void() -> None:
         await asyncio.sleep(5.0)
         assert channel.ended is None
         assert (await channel.call("echo", {})).body
+        assert not channel._pending
+
+    with_pair(check)
+
+
+def test_who_answers_nothing_does_not_fill_the_memory_of_who_asks() -> None:
+    """Whether or not it reads what it is asked."""
+
+    async def never(_: Channel, __: Message) -> Message:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def check(pair: Pair, channel: Channel) -> None:
+        # The other side is one that does not end the channel for too many calls.
+        pair.b.methods["echo"] = Method(never, anything)
+        back = pair.b.open_channel("a#1")
+        assert back is not None
+        limit = UNANSWERED * MAX_CALLS_IN_PROGRESS
+        back._calls_in_progress = -limit
+        calls = [asyncio.create_task(channel.call("echo", {})) for _ in range(limit)]
+        await asyncio.sleep(1.0)
+        assert channel.ended is None
+        with pytest.raises(StreamClosedError, match="calls without an answer"):
+            await channel.call("echo", {})
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        assert all(isinstance(each, StreamClosedError) for each in results)
         assert not channel._pending
 
     with_pair(check)
