@@ -1,11 +1,15 @@
-"""What a leader asks of the whole swarm between steps: validation loss, hashes, checkpoints."""
+"""What a leader asks of the whole swarm between steps: validation loss, hashes, checkpoints.
+
+Nobody watches devices then (`peer.watch`), and a step does not begin before the answers are there.
+So whoever is asked is looked after here: a device that hangs must not stop the run.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +30,39 @@ log = logging.getLogger(__name__)
 _HASH = re.compile(r"\S*:[0-9a-f]{64}")  # SHAPE:SHA256
 TRIES = 5
 PAUSE_S = 0.2
+MAX_WAITS = 4  # for something to come of those who do not hang, each twice as long as the last
+
+
+async def _answered(
+    leader: Leader,
+    replicas: Sequence[str],
+    asking: Coroutine[Any, Any, T],
+    progress: Callable[[], object] = lambda: None,
+) -> T:
+    """What `asking`, which waits for `replicas`, gives; raises what it raises.
+
+    Raises RefusedError when a device of theirs hangs, TimeoutError when nothing has come for very
+    long. `progress()` is another value whenever something has.
+    """
+    task, seen, waits = asyncio.ensure_future(asking), progress(), 0
+    try:
+        while waits < MAX_WAITS:
+            await asyncio.wait({task}, timeout=leader.watch.overdue_s(replicas) * 2**waits)
+            if task.done():
+                return task.result()
+            before, seen = seen, progress()
+            if seen != before:
+                waits = 0
+                continue
+            waits += 1
+            for name in replicas:
+                if await leader.watch.hangs(name):
+                    leader.router.failed(name, "timeout", asyncio.get_running_loop().time())
+                    raise RefusedError(f"the device of {name[-8:]} hangs")
+        raise TimeoutError
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def validate(leader: Leader) -> float | None:
@@ -48,9 +85,9 @@ async def validate(leader: Leader) -> float | None:
     measured = []
     for result in results:
         if isinstance(result, BaseException):
-            if not isinstance(result, SwarmError):
+            if not isinstance(result, SwarmError | TimeoutError):
                 raise result
-            log.debug("validation: %s", result)
+            log.debug("validation: %s", result or "no answer")
             return None
         measured.append(result)
     items = sum(weight for _, weight in measured)
@@ -67,8 +104,8 @@ async def _evaluate(leader: Leader, step: int, tensors: list[Any]) -> float:
             body = {"term": list(leader.term), "step": step, "route": route, "hop": 0}
             try:
                 channel = await leader.links.channel(route[0])
-                answer = (await channel.call("evaluate", body, tensors)).body
-                loss = answer.get("loss")
+                asking = channel.call("evaluate", body, tensors)
+                loss = (await _answered(leader, route, asking)).body.get("loss")
                 if isinstance(loss, float):
                     return loss
                 failure = WireError("an evaluation without a loss")
@@ -175,7 +212,10 @@ async def fetch_states(leader: Leader) -> list[Snapshot]:
         sizes = state_sizes(leader, stage)
 
         async def ask(member: Member, channel: Channel) -> Snapshot:
-            snapshot = await download(channel, sizes)
+            shares = [0.0]
+            fetching = download(channel, sizes, shares.append)
+            name = member.incarnation
+            snapshot = await _answered(leader, [name], fetching, lambda: len(shares))
             if snapshot.step != step:
                 # Asked so soon after the commit that the copy was taken before it.
                 raise RefusedError(f"stage {stage} is at step {snapshot.step}")

@@ -99,12 +99,13 @@ class Watch:
         except TimeoutError:
             raise StreamClosedError(f"no answer to {method} within {ANSWER_S:.0f} s") from None
 
-    async def _stand(self, replica: str, step: Step, index: int = 0) -> Stand:
-        """Where it stands, and with it the microbatch `index` of `step`."""
+    async def _stand(self, replica: str, step: Step | None, index: int = 0) -> Stand:
+        """Where it stands, and with it the microbatch `index` of `step` (None: between steps)."""
         channel = self.leader.links.open_channel(replica)
         if channel is None:
             raise StreamClosedError("no connection to it")
-        body = {"step": step.number, "index": index}
+        number = self.leader.next_step if step is None else step.number
+        body = {"step": number, "index": index}
         answer = await self.ask(channel, "stand", body)
         silent_s = answer.get("silent_s")
         if not isinstance(silent_s, float) or not 0 <= silent_s < math.inf:
@@ -147,6 +148,14 @@ class Watch:
         self._strikes[replica] = self._strikes.get(replica, 0) + 1
         self.leader.router.failed(replica, "timeout", loop.time())
         self.leader.expel(step, replica, reason)
+
+    async def hangs(self, replica: str) -> bool:
+        """Between steps, of one that has been asked something that needs its device."""
+        try:
+            stand = await self._stand(replica, None)
+        except SwarmError:
+            return False  # if its connection has ended, so has the question
+        return stand.silent_s > self.patience_of(replica, updating=stand.updating)
 
     # ---- silence --------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from peer.calls import MicrobatchCall
+from peer.inquiries import fetch_states, validate
+from peer.leader import Leader
 from peer.quorum import Quorum
 from peer.training import StepResult
 from swarm.compute import Kind
@@ -273,6 +275,65 @@ def test_a_device_that_hangs_costs_its_replica_its_part(kind: Kind) -> None:
     assert swarm.run(limit_s=1500)["sha256"] == baseline(3, 6)[0]
     assert reasons(swarm)[:1] == ["r1.1#1"]
     assert total_s(swarm.results) < 200
+
+
+class AskedBetweenSteps(Swarm):
+    """After the second commit the device of `r1.0` hangs (or gets slower by `factor`, and its lines
+    thin), and the leader asks all stages. `answers`: what came of it, and in how many seconds."""
+
+    ask: Callable[[Leader], Coroutine[Any, Any, Any]]
+    hung = "r1.0"
+    factor = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.answers: list[tuple[Any, float]] = []
+
+    async def at_record(self, leader: Leader) -> None:
+        await super().at_record(leader)
+        if leader.next_step != 2 or self.answers:
+            return
+        await asyncio.sleep(1.0)  # for all to have applied it
+        compute, lines, factor = self.computes[self.hung], self.network.rates, self.factor
+        usual = compute._seconds_of
+        compute._seconds_of = lambda kind: usual(kind) * factor or 1e9
+        if factor:  # some 10 bytes a second besides the pings
+            lines["r0.0", self.hung], lines[self.hung, LEADER] = 250.0, 400.0
+        began = self.loop.now
+        self.answers.append((await self.ask(leader), self.loop.now - began))
+        if factor:
+            compute._seconds_of = usual
+            lines["r0.0", self.hung] = lines[self.hung, LEADER] = 1e9
+        else:
+            self.kill(self.hung)  # it would never come to an end
+
+
+ASKED = [
+    pytest.param(validate, id="validation"),
+    pytest.param(fetch_states, id="checkpoint"),
+]
+
+
+@pytest.mark.parametrize("ask", ASKED)
+def test_a_device_that_hangs_between_two_steps_does_not_stop_the_run(ask: Any) -> None:
+    swarm = AskedBetweenSteps(plan=plan(6, 3, validation_microbatches=6))
+    swarm.ask = ask
+    assert swarm.run(limit_s=1500)["sha256"] == baseline(3, 6)[0]
+    [(answer, seconds)] = swarm.answers
+    assert answer is not None  # of its twin
+    assert seconds < 200
+
+
+@pytest.mark.parametrize("ask", ASKED)
+def test_a_slow_device_and_thin_lines_are_waited_for_between_two_steps(ask: Any) -> None:
+    swarm = AskedBetweenSteps(
+        plan=plan(6, 3, validation_microbatches=6), replicas=(1, 1, 1), silence_s=100.0
+    )
+    swarm.ask, swarm.factor = ask, 300.0
+    assert swarm.run(limit_s=100_000)["sha256"] == baseline(3, 6)[0]
+    [(answer, seconds)] = swarm.answers
+    assert answer is not None
+    assert seconds > 65  # who is overdue is asked after 62 s at most
 
 
 @pytest.mark.parametrize("factor", [10.0, 50.0])

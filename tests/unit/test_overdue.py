@@ -21,7 +21,7 @@ class Told(Watch):
         super().__init__(leader)
         self.stands = stands
 
-    async def _stand(self, replica: str, step: Step, index: int = 0) -> Stand:
+    async def _stand(self, replica: str, step: Step | None, index: int = 0) -> Stand:
         stand = self.stands[int(replica)]
         if isinstance(stand, Exception):
             raise stand
