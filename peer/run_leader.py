@@ -39,7 +39,7 @@ from peer.trainer import Trainer
 from peer.training import StepResult
 from swarm.config import RunConfig, canonical_bytes
 from swarm.data.dataset import Dataset
-from swarm.errors import StorageError, SwarmError
+from swarm.errors import StorageError, SwarmError, TransportError
 from swarm.events import EventLog, read_status, write_status
 from swarm.model import build_pipeline
 from swarm.net.channel import Channel, Message, Method, no_tensors
@@ -108,6 +108,7 @@ class LeaderProcess:
         self._accept_loss, self._moves = accept_loss, moves
         self._addresses: dict[str, tuple[str, ...]] = group_by_trainer(bootstrap)
         self._shown: Mapping[str, Any] = self.status.as_dict()  # the status as last built
+        self._gathered = False  # all that `start_with` asks for have been there
 
     async def run(
         self, *, listen: Sequence[str], announce: Sequence[str] = ()
@@ -147,11 +148,30 @@ class LeaderProcess:
             await stack.enter_async_context(self._on_lan(node))
             self._write_status()  # so that whoever starts it again finds the port that is told now
             self._on_link(self.status.link)
-            final = await trainer.run()
+            final = await self._while_connected(node, trainer)
             if final is None:
                 self.status.finish_elsewhere(trainer.steps_elsewhere)
                 self.events.emit("finished", steps=trainer.steps_elsewhere)
             return final
+
+    @staticmethod
+    async def _while_connected(
+        node: Node, trainer: Trainer[dict[str, Any]]
+    ) -> dict[str, Any] | None:
+        """What the trainer comes to. Raises TransportError when the daemon dies: nobody could reach
+        this process again."""
+        running = asyncio.ensure_future(trainer.run())
+        lost = asyncio.ensure_future(node.transport.lost.wait())
+        try:
+            await asyncio.wait((running, lost), return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                remedy = "start again: the run goes on from here"
+                raise TransportError("the network daemon has died", remedy)
+            return await running
+        finally:
+            for each in (running, lost):
+                each.cancel()
+            await asyncio.gather(running, lost, return_exceptions=True)
 
     def _begin_status(self) -> None:
         """From now on the status is that of this life; until it has a link, the former's stands
@@ -286,8 +306,10 @@ class LeaderProcess:
         self, trainer: Trainer[dict[str, Any]], leader: Leader, checkpointer: Checkpointer
     ) -> dict[str, Any]:
         status = self.status
-        if leader.record is None or leader.record.restores:
+        # Not when the run goes back because a stage was lost: there may be fewer than at first.
+        if not self._gathered and (leader.record is None or leader.record.restores):
             await self._await_peers(leader)
+        self._gathered = True
         status.state, status.reason = "training", ""
         began = time.monotonic()
         while leader.next_step < self.num_steps and not self._out_of_time(began):

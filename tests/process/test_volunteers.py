@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 from pathlib import Path
 
+from peer.local_server import _children_of
 from peer.places import tcp_ports
 from peer.serve import LAST_SWARM
 from tests.process.forks import Command, Forks, toml
@@ -130,6 +132,20 @@ def test_a_leader_that_comes_back_at_another_port_is_found(forks: Forks, tmp_pat
     leader.signal(signal.SIGINT)
     assert leader.code() == 130, leader
     assert leader.err == ""
+
+
+def test_who_has_lost_its_network_daemon_says_so_and_ends(forks: Forks, tmp_path: Path) -> None:
+    """Nobody could reach it any more: a leader would wait for peers for ever."""
+    run = toml(tmp_path / "run.toml", steps=100_000, stages=1)
+    leader = forks.swarm("train", run, *LOCAL)
+    peer = join(forks, leader.link)
+    peer.says("serving stage 0")
+    for command, code in ((peer, 4), (leader, 1)):
+        (daemon,) = _children_of(command.child.pid)
+        os.kill(daemon, signal.SIGKILL)
+        assert command.code() == code, command
+        assert command.err.count("\n") == 1, command
+        assert "the network daemon has died - start again" in command.err
 
 
 def test_leaving_politely_and_at_once(forks: Forks, tmp_path: Path) -> None:
