@@ -36,7 +36,6 @@ class StageFacts:
 
     service_s: float | None
     activation_bytes: int
-    parameters: int
 
     @classmethod
     def read(cls, value: object) -> StageFacts | None:
@@ -45,19 +44,14 @@ class StageFacts:
             case {
                 "service_s": float() | None as service_s,
                 "activation_bytes": int(held),
-                "parameters": int(parameters),
-            } if 0 <= held < MAX_BYTES and 0 < parameters < MAX_BYTES:
+            } if 0 <= held < MAX_BYTES:
                 usable = service_s is None or MIN_SERVICE_S < service_s < MAX_SERVICE_S
-                return cls(service_s if usable else None, held, parameters)
+                return cls(service_s if usable else None, held)
         return None
 
     def body(self) -> dict[str, Any]:
         """As it is told to the leader."""
-        return {
-            "service_s": self.service_s,
-            "activation_bytes": self.activation_bytes,
-            "parameters": self.parameters,
-        }
+        return {"service_s": self.service_s, "activation_bytes": self.activation_bytes}
 
 
 async def device_speed(compute: Compute, device: str) -> float:
@@ -122,7 +116,7 @@ async def stage_facts(
     except StageFailedError:  # made-up numbers need not suit a model of the user's own
         seconds.clear()
     service_s = min(seconds) if seconds else None
-    return StageFacts(service_s, held, state.layout.total)
+    return StageFacts(service_s, held)
 
 
 def _made_up(

@@ -227,7 +227,7 @@ class Member:
                 self.compute, state.live[-1], self.pipeline, stage, self.benchmark_s
             )
             if self._counts_slots:
-                self.slots = self._fitting_slots(self.facts)
+                self.slots = self._fitting_slots(self.facts, state.live[-1].layout.total)
         self.server = StageServer(
             stage,
             state,
@@ -258,10 +258,10 @@ class Member:
             {**self.server.methods(), **self.orders.methods(), **self.donor.methods()}
         )
 
-    def _fitting_slots(self, facts: StageFacts) -> int | None:
+    def _fitting_slots(self, facts: StageFacts, parameters: int) -> int | None:
         """As many as this replica's part of the device's memory has room for."""
         state = estimate_memory(
-            facts.parameters,
+            parameters,
             optimizer=self.optimizer.name,
             accumulate=self.accumulate,
             steps_in_flight=self.policy.steps_in_flight,

@@ -75,6 +75,7 @@ class Rebalancing:
     policy: MovePolicy = field(default_factory=MovePolicy)
     news: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
     _peers: dict[str, _Peer] = field(default_factory=dict)
+    _parameters: dict[int, int] = field(default_factory=dict)  # by stage
     _reason: str = ""
 
     # ---- what is known --------------------------------------------------------------------------
@@ -120,22 +121,28 @@ class Rebalancing:
         return [measured.get(stage, shape * ratio) for stage, shape in enumerate(shapes)]
 
     def _need(self, stage: int, cost: float) -> StageNeed:
-        """What those who serve it say of its size; nothing is refused for what nobody knows."""
+        """Its size: the state, and the activations that those who serve it have measured."""
         found = [m.facts for m in self.leader.members.of_stage(stage) if m.facts is not None]
-        if not found:
-            return StageNeed(cost)
-        parameters = int(statistics.median(each.parameters for each in found))
+        held = statistics.median(each.activation_bytes for each in found) if found else 0
+        parameters = self._parameters_of(stage)
         settings = self.leader.plan.optimizer
         least = least_slots(self.leader.pipeline.num_stages)  # those who hold more need not
         estimate = estimate_memory(
             parameters,
             optimizer=settings.name if settings is not None else "adamw",
             accumulate=self.leader.plan.accumulate,
-            activation_bytes=int(statistics.median(each.activation_bytes for each in found)),
+            activation_bytes=int(held),
             slots=self.leader.fixed_slots or min(least, self.leader.plan.num_microbatches),
             steps_in_flight=self.leader.plan.steps_in_flight,
         )
         return StageNeed(cost, estimate.total, 4 * STATE_FLOATS * parameters)
+
+    def _parameters_of(self, stage: int) -> int:
+        """Counted without memory for them, once."""
+        if stage not in self._parameters:
+            built = self.leader.pipeline.build_stage(stage, "meta")
+            self._parameters[stage] = sum(each.numel() for each in built.parameters())
+        return self._parameters[stage]
 
     def _load(
         self, name: str, lives: list[Member], needs: tuple[StageNeed, ...], now: float

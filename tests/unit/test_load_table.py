@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from peer.launch import plan_of
 from peer.measure import StageFacts
@@ -20,6 +21,7 @@ from swarm.routing import Router
 from swarm.sim.virtual_time import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples/exact.toml"
+SIZES = (20, 30, 40)  # of their states
 SHAPES = (1.0, 2.0, 3.0)  # of the stages: multiply-adds of a microbatch, in some unit
 
 
@@ -29,7 +31,11 @@ def leader_of(*members: Member) -> Any:
     return SimpleNamespace(
         members=known,
         router=Router(),
-        pipeline=SimpleNamespace(num_stages=len(SHAPES), stage_cost=SHAPES.__getitem__),
+        pipeline=SimpleNamespace(
+            num_stages=len(SHAPES),
+            stage_cost=SHAPES.__getitem__,
+            build_stage=lambda stage, device: torch.nn.Linear(1000, SIZES[stage], device=device),
+        ),
         plan=SimpleNamespace(
             optimizer=None, accumulate="float64", num_microbatches=8, steps_in_flight=1
         ),
@@ -69,7 +75,7 @@ def test_a_leader_knows_in_what_gradients_are_added_up(accumulate: str) -> None:
 
 def test_a_joiner_counts_with_its_own_benchmark_until_it_is_measured() -> None:
     joiner = member("a", 1, speed=10.0)
-    joiner.facts = StageFacts(0.5, 1000, 1000)
+    joiner.facts = StageFacts(0.5, 1000)
     leader = leader_of(joiner)
     leader.router.add("a#1", 1)
     assert table_of(leader).peers[0].rates == {1: 2.0}
@@ -82,7 +88,7 @@ def test_a_joiner_is_sent_where_what_it_says_of_its_memory_suffices() -> None:
     serving = [member("a", 0, speed=1.0), *(member(name, 1, speed=1.0) for name in "bc")]
     serving += [member(name, 2, speed=1.0) for name in "defg"]
     for each in serving:
-        each.facts = StageFacts(1.0, 1000, 10**9 if each.stage == 0 else 1000)
+        each.facts = StageFacts(1.0, 10**9 if each.stage == 0 else 1000)
 
     async def placed() -> list[int | None]:
         books = Rebalancing(leader_of(*serving))
@@ -90,6 +96,19 @@ def test_a_joiner_is_sent_where_what_it_says_of_its_memory_suffices() -> None:
         return [books.place("new#1", offer).stage for offer in offers]
 
     assert run(placed()) == [0, 1, None]
+
+
+def test_the_first_joiners_too_are_sent_where_their_memory_suffices() -> None:
+    """Nobody serves any stage yet: the shapes of the parameters say how large its state is."""
+
+    async def placed() -> list[int | None]:
+        books = Rebalancing(leader_of())
+        least = [need.memory_bytes for need in books.table().stages]
+        assert least == [24 * 1001 * size for size in SIZES]
+        offers = (Offer(memory_bytes=each) for each in (least[2], least[2] - 1, least[0] - 1))
+        return [books.place("new#1", offer).stage for offer in offers]
+
+    assert run(placed()) == [2, 1, None]
 
 
 def test_who_is_on_its_way_counts_there_and_not_for_ever() -> None:
@@ -137,11 +156,11 @@ def test_whatever_a_peer_says_of_its_device_plans_are_made_and_told(
 ) -> None:
     said = member("x", 1)
     said.offer = Offer.read({"speed": speed}, "x")
-    facts = {"service_s": service_s, "activation_bytes": 1, "parameters": 1}
+    facts = {"service_s": service_s, "activation_bytes": 1}
     said.facts = StageFacts.read(facts)
     honest = [member(f"p{stage}", stage, speed=10.0) for stage in range(3)] if others else []
     for each in honest:
-        each.facts = StageFacts(0.2, 1, 1)
+        each.facts = StageFacts(0.2, 1)
     leader = leader_of(said, *honest)
     leader.pipeline.layer_costs, leader.pipeline.cut = [1.0] * 6, (2, 2, 2)
 
