@@ -159,7 +159,7 @@ class Record:
             ballot = Ballot.read(value["ballot"])
             if ballot.step < 0 and value["outcome"] != "restored":
                 raise WireError("a record of no step")
-            return cls(
+            record = cls(
                 ballot=ballot,
                 predecessor=str(value["predecessor"]),
                 members={
@@ -178,7 +178,9 @@ class Record:
                 checkpoint=str(value["checkpoint"]),
                 voters={str(voter): str(disk) for voter, disk in value["voters"]},
             )
+            record.pack()  # an integer too large for msgpack, as 1e300 makes, would have no hash
         except WireError:
             raise
         except (KeyError, TypeError, ValueError, OverflowError, msgpack.UnpackException) as error:
             raise WireError(f"not a record: {type(error).__name__}") from None
+        return record

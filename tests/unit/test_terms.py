@@ -72,6 +72,8 @@ def test_records_that_contradict_themselves() -> None:
         {"gradients": [[0]]},
         {"norm": "large"},
         {"tokens": None},
+        {"tokens": 1e300},
+        {"members": [[1e300, ["a"]]]},
     ):
         with pytest.raises(WireError):
             Record.unpack(msgpack.packb({**fields, **change}))
@@ -91,6 +93,6 @@ def test_hostile_bytes_are_a_wire_error_or_a_record(junk: bytes, at: int, byte: 
     packed[at % len(packed)] = byte
     for data in (junk, bytes(packed), bytes(packed[:at])):
         try:
-            assert isinstance(Record.unpack(data), Record)
+            assert len(Record.unpack(data).hash) == 64
         except WireError:
             continue
