@@ -7,6 +7,7 @@ directory: a second one on the same disk would vote twice (DESIGN, "Leaders").
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import secrets
@@ -120,7 +121,8 @@ def write_durably(path: Path, data: bytes) -> None:
         finally:
             os.close(directory)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a disk that is read-only now says so again
+            temporary.unlink()
         raise StorageError(
             f"cannot write {path}: {error.strerror}", "free some space or choose another directory"
         ) from None

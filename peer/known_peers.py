@@ -10,6 +10,7 @@ signed. A file that is damaged or cannot be written costs nothing else.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -68,7 +69,8 @@ class KnownPeers:
             os.replace(temporary, self._path)
         except OSError as error:
             log.debug("cannot write %s: %s", self._path, error)
-            temporary.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
 
 
 def _of_peer(peer: str, addresses: Sequence[str]) -> list[str]:

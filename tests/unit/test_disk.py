@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from pathlib import Path
 
@@ -69,6 +70,18 @@ def test_what_cannot_be_written_changes_nothing(
     assert again.vote == PROMISE
     again.close()
     assert sorted(os.listdir(tmp_path)) == ["trainer.lock", "trainer.msgpack"]
+
+
+def test_a_disk_that_is_read_only_now_is_a_storage_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for name in ("replace", "unlink"):
+        monkeypatch.setattr(os, name, refuse)
+    with pytest.raises(StorageError, match="Read-only file system"):
+        write_durably(tmp_path / "file", b"new")
 
 
 def test_written_whole_or_not_at_all(tmp_path: Path) -> None:

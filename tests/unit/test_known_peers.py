@@ -64,7 +64,9 @@ def test_a_damaged_file_is_no_file(tmp_path: Path, text: str) -> None:
     assert KnownPeers(tmp_path).addresses == []
 
 
-def test_a_disk_that_refuses_costs_nothing(tmp_path: Path, peers: list[str]) -> None:
-    known = KnownPeers(tmp_path / "gone")
+@pytest.mark.parametrize("where", ["gone", "file"])
+def test_a_disk_that_refuses_costs_nothing(tmp_path: Path, peers: list[str], where: str) -> None:
+    (tmp_path / "file").write_text("")
+    known = KnownPeers(tmp_path / where)
     known.note({f"{peers[0]}#1": [at(peers[0], 1)]})
     assert known.addresses == [at(peers[0], 1)]
