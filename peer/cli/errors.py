@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from peer.cli import INTERRUPTED, raise_interrupts
-from swarm.errors import SwarmError
+from swarm.errors import StorageError, SwarmError
 
 
 @contextmanager
@@ -26,11 +26,7 @@ def fail_in_one_line(debug: bool) -> Iterator[None]:
     except (SwarmError, ExceptionGroup) as caught:
         if debug:
             raise
-        error = _first(caught)
-        if not isinstance(error, SwarmError):
-            _unexpected(error)
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        _fail(_first(caught))
     except KeyboardInterrupt:
         if debug:
             raise
@@ -41,10 +37,18 @@ def fail_in_one_line(debug: bool) -> Iterator[None]:
     except Exception as error:
         if debug:
             raise
-        _unexpected(error)
+        _fail(error)
 
 
-def _unexpected(error: BaseException) -> NoReturn:
+def _fail(error: BaseException) -> NoReturn:
+    if isinstance(error, OSError) and error.filename is not None:  # no permission, no such name
+        error = StorageError(
+            f"cannot use {error.filename}: {error.strerror}",
+            "name another one, or make it readable and writable",
+        )
+    if isinstance(error, SwarmError):
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
+        sys.exit(error.exit_code)
     what = one_line(f"{type(error).__name__}: {error}")
     print(f"error: unexpected {what} - please report it; --debug shows more", file=sys.stderr)
     sys.exit(1)

@@ -109,6 +109,9 @@ def test_files_that_are_not_there_or_there_already(tmp_path: Path) -> None:
     assert "name a file in a directory" in fails(STORAGE, "init", "run.toml/deeper/run.toml")
     assert "is a directory - name the run.toml in it" in fails(CONFIG, "up", tmp_path)
     run = toml(tmp_path / "small.toml", steps=1)
+    long = "a" * 300  # what the system refuses to look at, as it does without permission
+    for command in (["init", long], ["up", run, "--resume", long], ["export", long, "out"]):
+        assert "File name too long - name another" in fails(STORAGE, *command)
     (tmp_path / "corpus.txt").unlink()
     assert "corpus.txt" in fails(DATA, "baseline", run)
 
