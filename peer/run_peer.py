@@ -170,10 +170,14 @@ class PeerProcess:
             pause = min(pause * 2, LONGEST_PAUSE_S)
 
     async def _fetch_config(self, links: Links) -> RunConfig:
-        """The run config from anybody in the swarm; it must hash to the run id of the link."""
+        """The run config from anybody in the swarm; it must hash to the run id of the link.
+
+        Raises JoinError when the first that the link names is of another run or version. Those
+        after it may be peers that were met long ago (`_remember_link`), and prove nothing.
+        """
         pause = FIRST_PAUSE_S
         while True:
-            for peer, addresses in self.link.by_peer.items():
+            for number, (peer, addresses) in enumerate(self.link.by_peer.items()):
                 try:
                     channel = await links.channel(peer, addresses)
                     data = (await channel.call("config", {})).body.get("config")
@@ -182,9 +186,9 @@ class PeerProcess:
                         self._config = data
                         self._remember_link(self.link.addresses)
                         return config
-                except JoinError:
-                    raise
                 except SwarmError as error:
+                    if isinstance(error, JoinError) and number == 0:
+                        raise
                     self.say.trouble(f"the swarm does not answer, trying again ({error})")
             await asyncio.sleep(pause * random.uniform(0.8, 1.2))
             pause = min(pause * 2, LONGEST_PAUSE_S)

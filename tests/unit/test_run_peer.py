@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from peer.run_peer import PeerOptions, PeerProcess
-from swarm.config import RunConfig, parse_config, with_pretrained_hash
-from swarm.errors import ConfigError, DataError
+from peer.run_peer import PeerOptions, PeerProcess, Speaker
+from swarm.config import RunConfig, canonical_bytes, parse_config, with_pretrained_hash
+from swarm.errors import ConfigError, DataError, JoinError, UnreachableError
 
 JOIN: Any = SimpleNamespace(run_id="0" * 32, addresses=(), by_peer={})
 
@@ -59,6 +60,52 @@ def test_pretrained_weights_are_this_machines_own_copy_with_the_runs_bytes(tmp_p
         build(config, None)
     with pytest.raises(DataError, match="hash"):
         build(config, other)
+
+
+class Answers:
+    """Links to peers that answer as they are told."""
+
+    def __init__(self, answers: dict[str, list[Any]]) -> None:
+        self.answers = answers
+
+    async def channel(self, peer: str, addresses: object) -> Any:
+        answer = self.answers[peer].pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+
+        async def call(method: str, body: object) -> Any:
+            return SimpleNamespace(body={"config": answer})
+
+        return SimpleNamespace(call=call)
+
+
+def fetch(config: RunConfig, answers: dict[str, list[Any]]) -> RunConfig:
+    by_peer = {peer: [f"/ip4/127.0.0.1/tcp/1/p2p/{peer}"] for peer in answers}
+    link: Any = SimpleNamespace(run_id=config.run_id, addresses=(), by_peer=by_peer)
+    process = PeerProcess(link, link, PeerOptions())
+    process.say = Speaker(lambda line: None)
+    links: Any = Answers(answers)
+    return asyncio.run(process._fetch_config(links))
+
+
+def test_who_was_met_long_ago_and_is_of_another_run_now_ends_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("peer.run_peer.FIRST_PAUSE_S", 0.001)
+    config = parse_config(
+        {
+            "model": {"config": {"model_type": "llama"}, "stages": 1},
+            "schedule": {"steps": 2},
+        }
+    )
+    away, data = UnreachableError("no answer"), canonical_bytes(config)
+    other = JoinError("it serves run X")
+    later = {"leader": [away, data], "met": [other]}
+    assert fetch(config, later) == config
+    assert fetch(config, {"leader": [away, data], "met": [b"nonsense"]}) == config
+    for answer in (other, b"nonsense"):
+        with pytest.raises(JoinError):
+            fetch(config, {"leader": [answer], "met": [data]})
 
 
 def test_a_package_is_imported_only_if_it_was_named(tmp_path: Path) -> None:
