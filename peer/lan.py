@@ -30,6 +30,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from swarm.errors import ConfigError, JoinError
+from swarm.net.link import MAX_ADDRESSES as MAX_LINK_ADDRESSES
 from swarm.net.link import format_link, group_by_peer, parse_link, wrong_with_address
 
 SERVICE = "_p2p._udp.local."
@@ -76,7 +77,10 @@ async def find_on_lan(
                     deadline = min(deadline, loop.time() + GRACE_S)
     finally:
         await _stop(helper)
-    return [format_link(run, addresses) for run, addresses in sorted(found.items())]
+    return [
+        format_link(run, list(addresses)[:MAX_LINK_ADDRESSES])
+        for run, addresses in sorted(found.items())
+    ]
 
 
 class Announcement:

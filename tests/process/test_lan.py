@@ -90,3 +90,26 @@ def test_hostile_records_are_ignored() -> None:
     many = {b"dnsaddr%d" % n: good.replace("4001", str(n + 1)).encode() for n in range(50)}
     assert len(lan._announced({**properties, **many})[1]) == lan.MAX_ADDRESSES
     assert lan._worth_announcing([good, f"/ip4/127.0.0.1/tcp/1/p2p/{STRANGER}"]) == [good]
+
+
+def test_many_who_announce_a_run_make_no_link_that_is_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Anyone on the network can announce, under as many peer ids as he likes."""
+    told = [
+        {"run": RUN, "addresses": [f"/ip4/10.0.{n}.{m}/tcp/1/p2p/{STRANGER}" for m in range(8)]}
+        for n in range(5)
+    ]
+
+    async def start(arguments: object) -> None:
+        return None
+
+    async def read(helper: object) -> object:
+        return told.pop(0) if told else None
+
+    monkeypatch.setattr(lan, "require_lan", lambda: None)
+    monkeypatch.setattr(lan, "_start", start)
+    monkeypatch.setattr(lan, "_read", read)
+    monkeypatch.setattr(lan, "_stop", start)
+    (link,) = asyncio.run(lan.find_on_lan(RUN, 60.0))
+    assert len(parse_link(link).addresses) == 32
