@@ -66,8 +66,7 @@ class Admission:
                 fatal=True,
             )
         numerics = str(body.get("numerics", ""))[:64]
-        self._numerics = self._numerics or numerics  # of the first that came
-        if leader.same_numerics and numerics != self._numerics:
+        if leader.same_numerics and numerics != (self._numerics or numerics):
             raise CallFailedError(
                 "refused",
                 "this machine's optimizer steps round differently from the run's others",
@@ -82,6 +81,7 @@ class Admission:
             offer = Offer.read(body, channel.peer)
             if stage is None:
                 stage, why = self._place(channel.incarnation, offer)
+            self._numerics = self._numerics or numerics  # of the first that was taken
             member = Member(channel.incarnation, stage, tuple(str(a)[:200] for a in addresses))
             member.offer, member.joined_at = offer, asyncio.get_running_loop().time()
             leader.members.by_name[channel.incarnation] = member

@@ -8,18 +8,32 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from peer import joining, snapshots
+from peer.disk import MemoryDisk
 from peer.inquiries import snapshot_mark
+from peer.leader import Leader
 from peer.member import Member
+from peer.quorum import Quorum
 from peer.snapshots import Donor, Snapshot
-from swarm.net.channel import Channel, Message
+from swarm.net.channel import CallFailedError, Channel, Message
+from swarm.sim.virtual_time import run
+from swarm.terms import Term
 from swarm.wire.codecs import decode, encode
-from tests.protocol.simulated import LEADER, Fault, Swarm, baseline, plan
+from tests.protocol.simulated import (
+    LEADER,
+    Fault,
+    Swarm,
+    TinyBatches,
+    baseline,
+    plan,
+    shared_pipeline,
+)
 
 JOINER = "r1.9"
 
@@ -402,3 +416,39 @@ def test_a_joiner_that_falls_off_says_that_it_begins_anew(monkeypatch: pytest.Mo
     assert swarm.struck
     told = [line for _, line in swarm.said if line.startswith("beginning anew")]
     assert len(told) == 1, swarm.said
+
+
+class Applicant:
+    """A channel of a peer, as far as `join` looks."""
+
+    def __init__(self, peer: str) -> None:
+        self.peer, self.incarnation = peer, f"{peer}#1"
+
+
+def test_replicas_whose_optimizer_rounds_differently_are_refused() -> None:
+    """As the first that was taken; one that was refused itself has no say."""
+
+    async def main() -> None:
+        quorum = Quorum([LEADER], LEADER, MemoryDisk())
+        pipeline, batches = shared_pipeline(2), TinyBatches()
+        leader = Leader(plan(2, 2), pipeline, batches, quorum, same_numerics=True)
+        leader.term = quorum.term = Term(0, 1, f"{LEADER}#1")
+        leader.links = SimpleNamespace(open_channel=lambda name: None)  # type: ignore[assignment]
+        join = leader.admission.methods()["join"].handle
+
+        async def refused(peer: str, **facts: Any) -> str:
+            channel: Any = Applicant(peer)
+            try:
+                await join(channel, Message({"stage": None, "addresses": [], **facts}))
+            except CallFailedError as error:
+                return error.message if error.detail == {"fatal": True} else "not for ever"
+            return ""
+
+        assert "no stage fits" in await refused("small", numerics="odd", memory_bytes=1)
+        assert not await refused("first", numerics="usual")
+        assert "round differently" in await refused("later", numerics="odd", stage=1)
+        assert not await refused("twin", numerics="usual", stage=1)
+        assert sorted(leader.members.by_name) == ["first#1", "twin#1"]
+        await leader.aclose()
+
+    run(main(), limit_s=100)
