@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from peer.snapshots import Snapshot
-from peer.training import Batches, Plan, StepResult
+from peer.training import Batches, Plan, StepResult, divisor_of
 from swarm.delayed_state import new_state
 from swarm.errors import StageFailedError, SwarmError
 from swarm.model.layout import model_sha256
@@ -80,7 +80,7 @@ class Baseline:
         losses, oldest = [], state.live[0]
         for index, batch in enumerate(batches):
             version = oldest if index < plan.ahead else state.live[-1]
-            graph = version.forward(step, index, (), self._tensors(batch), float(sum(weights)))
+            graph = version.forward(step, index, (), self._tensors(batch), divisor_of(weights))
             losses.append(float(graph.outputs[0].detach()))
             version.backward(graph, None, into=oldest)
         gradient = rounded(state.accumulator)

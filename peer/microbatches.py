@@ -20,6 +20,7 @@ import torch
 from peer.calls import FIELDS_CODEC, MicrobatchCall
 from peer.measure import MAX_SERVICE_S
 from peer.members import Member
+from peer.training import divisor_of
 from swarm.errors import StageFailedError, StreamClosedError, SwarmError
 from swarm.names import brief
 from swarm.net.channel import CallFailedError
@@ -214,7 +215,7 @@ class Microbatches:
             step.attempt,
             issue.route,
             0,
-            float(sum(self.weights)),
+            divisor_of(self.weights),
             issue.replay,
             issue.index in self._let_through,
         )

@@ -5,7 +5,7 @@ Apart from `peer.leader`, because the baseline is the oracle of what a leader sh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -60,6 +60,11 @@ class Plan:
     def steps_in_flight(self) -> int:
         """How many steps are counted before the oldest of them is committed."""
         return 2 if self.ahead else 1
+
+
+def divisor_of(weights: Iterable[int]) -> float:
+    """What the losses of a step with these weights are divided by; 1 where nothing weighs."""
+    return float(max(sum(weights), 1))
 
 
 @dataclass(slots=True)

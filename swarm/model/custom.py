@@ -317,7 +317,11 @@ class CustomPipeline(ModelPipeline):
         )
 
     def weight(self, batch: Mapping[str, Any]) -> int:
-        return int(self.definition.weight(batch))
+        found = self.definition.weight(batch)
+        items = int(found)
+        if items != found or items < 0:
+            raise PipelineError(f"weight returned {found}", "return a number of items, 0 or more")
+        return items
 
 
 def _buffer_versions(layers: dict[str, nn.Module]) -> dict[str, tuple[int, int]]:

@@ -5,6 +5,7 @@ Random faults are in `test_scenarios.py`.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from swarm.compute import Kind
+from swarm.model.custom import CustomPipeline
 from swarm.wire.boundaries import BoundaryCodecs
 from tests.protocol.simulated import Fault, Swarm, baseline, plan
 
@@ -31,6 +33,18 @@ def test_a_replica_dies_wherever_it_is(point: str) -> None:
             swarm = Swarm(seed=stage, faults=[fault])
             assert swarm.run()["sha256"] == expected
             assert swarm.fired == [fault], "nothing was injected"
+
+
+def test_a_step_in_which_nothing_weighs_is_one_like_any_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where all items of a step are masked."""
+    monkeypatch.setattr(CustomPipeline, "weight", lambda self, batch: 0)
+    expected, results = baseline.__wrapped__()
+    swarm = Swarm()
+    assert swarm.run(limit_s=60.0)["sha256"] == expected
+    assert [result.loss for result in swarm.results] == [result.loss for result in results]
+    assert all(math.isfinite(result.loss) for result in results)
 
 
 @pytest.mark.parametrize(

@@ -275,7 +275,9 @@ def test_data_that_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "weight", [lambda batch: len(batch["z"]), lambda batch: None], ids=["raises", "none"]
+    "weight",
+    [lambda batch: len(batch["z"]), lambda batch: None, lambda batch: 0.5, lambda batch: -1],
+    ids=["raises", "none", "a share", "less than nothing"],
 )
 def test_a_weight_that_is_no_number_is_refused(weight: Any) -> None:
     with pytest.raises(PipelineError, match=r"weight does not run: .* - return how many items"):
