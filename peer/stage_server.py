@@ -27,7 +27,7 @@ from peer.slots import Slots
 from swarm.compute import Compute, Kind, Timed, WatchedCompute
 from swarm.delayed_state import State
 from swarm.device import Arrivals, Uploader, settle
-from swarm.errors import RefusedError, StageFailedError, TransportError, WireError
+from swarm.errors import JoinError, RefusedError, StageFailedError, TransportError, WireError
 from swarm.finite import NotFiniteError, finite
 from swarm.ledger import Decision, Do, Ledger
 from swarm.model.stage import gradient_specs
@@ -324,7 +324,7 @@ class StageServer:
                 [*fields, *y],
                 check_reply=lambda _, metas: check_tensors(metas, specs, codec),
             )
-        except (TransportError, WireError) as error:
+        except (TransportError, WireError, JoinError) as error:  # or it greets as of another run
             raise CallFailedError("unreachable", str(error), hop=onward.hop) from None
         self._check_answer(answer.body, onward)
         return answer, answer.tensors
@@ -476,7 +476,7 @@ class StageServer:
             channel = await self.links.channel(route[hop + 1])
             fields = message.tensors[: len(self._fields)]
             return await channel.call("evaluate", {**body, "hop": hop + 1}, [*fields, *y])
-        except TransportError as error:
+        except (TransportError, JoinError) as error:
             raise CallFailedError("unreachable", str(error), hop=hop + 1) from None
 
     # ---- between steps, called by orders --------------------------------------------------------

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from swarm.compute import Kind
+from swarm.errors import JoinError
 from swarm.model.custom import CustomPipeline
+from swarm.net.channel import Channel
+from swarm.net.links import Links
 from swarm.wire.boundaries import BoundaryCodecs
 from tests.protocol.simulated import Fault, Swarm, baseline, plan
 
@@ -33,6 +37,25 @@ def test_a_replica_dies_wherever_it_is(point: str) -> None:
             swarm = Swarm(seed=stage, faults=[fault])
             assert swarm.run()["sha256"] == expected
             assert swarm.fired == [fault], "nothing was injected"
+
+
+def test_a_neighbour_that_greets_as_of_another_run_is_what_is_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not who dialled it, the only replica of its stage, whose model would seem to raise."""
+    usual, refused = Links.channel, 0
+
+    async def channel(self: Links, incarnation: str, addresses: Sequence[str] = ()) -> Channel:
+        nonlocal refused
+        if incarnation.startswith("r1.1") and self.incarnation.startswith("r0"):
+            refused += 1
+            raise JoinError("it serves another run", "check the join link")
+        return await usual(self, incarnation, addresses)
+
+    monkeypatch.setattr(Links, "channel", channel)
+    swarm = Swarm(replicas=(1, 2, 1))
+    assert swarm.run(limit_s=200.0)["sha256"] == baseline()[0]
+    assert refused
 
 
 def test_a_step_in_which_nothing_weighs_is_one_like_any_other(
