@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+MAX_THREADS = 1024  # torch hangs, or takes all memory, with many more than there are cores
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 RunFile = Annotated[Path, typer.Argument(metavar="RUN.toml", help="The run's definition.")]
 Steps = Annotated[
@@ -37,7 +38,9 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and debug 
 Threads = Annotated[
     int | None,
     typer.Option(
-        help="CPU threads per process [default: all cores, shared by local peers].", min=1
+        help="CPU threads per process [default: all cores, shared by local peers].",
+        min=1,
+        max=MAX_THREADS,
     ),
 ]
 Listen = Annotated[

@@ -16,6 +16,7 @@ from peer.cli.errors import fail_in_one_line
 from peer.cli.options import (
     CONTEXT,
     LISTEN,
+    MAX_THREADS,
     Announce,
     Debug,
     Device,
@@ -196,7 +197,9 @@ def baseline(
     run: RunFile,
     steps: Steps = None,
     report: Report = None,
-    threads: Annotated[int, typer.Option(help="CPU threads; 1 as local peers have.", min=1)] = 1,
+    threads: Annotated[
+        int, typer.Option(help="CPU threads; 1 as local peers have.", min=1, max=MAX_THREADS)
+    ] = 1,
     device: Device = "auto",
     resume: Resume = None,
     debug: Debug = False,

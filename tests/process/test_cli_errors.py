@@ -116,6 +116,15 @@ def test_files_that_are_not_there_or_there_already(tmp_path: Path) -> None:
     assert "corpus.txt" in fails(DATA, "baseline", run)
 
 
+@pytest.mark.parametrize("command", ["up", "baseline"])
+def test_more_threads_than_any_machine_has(tmp_path: Path, command: str) -> None:
+    run = toml(tmp_path / "small.toml", steps=1)
+    result = CliRunner().invoke(app, [command, str(run), "--threads", "99999999999"])
+    assert result.exit_code == CONFIG
+    assert "--threads" in result.stderr
+    assert "1024" in result.stderr
+
+
 def test_scenarios_and_machines_that_are_not_there_or_no_toml(tmp_path: Path) -> None:
     run = toml(tmp_path / "run.toml", steps=1)
     (tmp_path / "broken.toml").write_text("[[machines\n")

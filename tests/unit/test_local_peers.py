@@ -29,6 +29,7 @@ def test_peers_as_people_write_them() -> None:
         ("0:0", "stage 0 needs at least one"),
         ("0:1,0:2", "stage 0 is named twice"),
         ("0:1000000", "more than 256"),
+        pytest.param("0:" + "9" * 5000, "not a stage and a number", id="digits"),
     ],
 )
 def test_nonsense_is_refused_in_a_line(text: str, what: str) -> None:
