@@ -318,7 +318,10 @@ class CustomPipeline(ModelPipeline):
 
     def weight(self, batch: Mapping[str, Any]) -> int:
         found = self.definition.weight(batch)
-        items = int(found)
+        try:
+            items = int(found)
+        except (TypeError, ValueError, OverflowError):  # None, NaN, inf
+            items = -1
         if items != found or items < 0:
             raise PipelineError(f"weight returned {found}", "return a number of items, 0 or more")
         return items

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -276,8 +277,14 @@ def test_data_that_does_not_fit_is_refused() -> None:
 
 @pytest.mark.parametrize(
     "weight",
-    [lambda batch: len(batch["z"]), lambda batch: None, lambda batch: 0.5, lambda batch: -1],
-    ids=["raises", "none", "a share", "less than nothing"],
+    [
+        lambda batch: len(batch["z"]),
+        lambda batch: None,
+        lambda batch: 0.5,
+        lambda batch: -1,
+        lambda batch: math.nan,
+    ],
+    ids=["raises", "none", "a share", "less than nothing", "nan"],
 )
 def test_a_weight_that_is_no_number_is_refused(weight: Any) -> None:
     with pytest.raises(PipelineError, match=r"weight does not run: .* - return how many items"):
