@@ -17,7 +17,8 @@ it anew. A byte-level Llama of 6 layers in 3 stages; 1.2 M parameters at hidden 
 
 Settings: `exact`; codecs for both directions (`bfloat16`, `int8`, `int4`, …, or FORWARD/BACKWARD as
 `int4/int8`); any of these with `~` at the end rounds stochastically; `subspace-K`; `delayed` and
-`delayed-N`, where N of a step's 16 microbatches are computed ahead of the commit before.
+`delayed-N`, where N of a step's microbatches (`--microbatches`) are computed ahead of the commit
+before.
 """
 
 from __future__ import annotations
@@ -49,18 +50,20 @@ from swarm.stage_state import GradientFacts, Graph, StageState, rounded
 from swarm.wire.boundaries import BACKWARD, FORWARD, BoundaryCodecs
 from swarm.wire.codecs import WireTensor, decode
 
-STAGES, SEQUENCE, SIZE, MICROBATCHES = 3, 128, 2, 16
-STEP_TOKENS = SEQUENCE * SIZE * MICROBATCHES
-SMOOTHED = 20  # steps
+STAGES, SEQUENCE, SIZE = 3, 128, 2
+MICROBATCH_TOKENS = SEQUENCE * SIZE
+SMOOTHED = 80_000  # tokens
 SUBSPACES, HIDDEN = ("subspace-8", "subspace-16", "subspace-32", "subspace-64"), (128, 256, 384)
 GOALS = {"int8": 0.005, "int4": 0.01, "delayed-1": 0.005, "subspace-32": 0.02}  # at hidden 128
 SHORT = ("exact", "int8", "int4", "delayed-1", "subspace-32")
 TOP_LOSS = 2.4  # of the plot
-DELAYED = ("delayed-1", "delayed-2", "delayed-4", "delayed-8", "delayed")
+DELAYED = ("delayed-1", "delayed-2", "delayed")
 CODECS = ("bfloat16", "int8", "int4", "int8~", "int4~", "int4/int8")
 
 
-def sections(setting: str, hidden: int, seed: int, steps: int, lr: float) -> dict[str, Any]:
+def sections(
+    setting: str, hidden: int, seed: int, steps: int, options: argparse.Namespace
+) -> dict[str, Any]:
     """The run.toml of one run. ValueError or ConfigError for a setting that there is not."""
     model: dict[str, Any] = {"stages": STAGES}
     wire: dict[str, Any] = {}
@@ -68,8 +71,8 @@ def sections(setting: str, hidden: int, seed: int, steps: int, lr: float) -> dic
     if setting.startswith("subspace-"):
         model["subspace"] = int(setting.removeprefix("subspace-"))
     elif setting.startswith("delayed"):
-        ahead = int(setting.removeprefix("delayed").removeprefix("-") or MICROBATCHES)
-        update = {"policy": "delayed", "ahead": ahead / MICROBATCHES}
+        ahead = int(setting.removeprefix("delayed").removeprefix("-") or options.microbatches)
+        update = {"policy": "delayed", "ahead": ahead / options.microbatches}
     elif setting != "exact":
         forward, _, backward = setting.removesuffix("~").partition("/")
         wire = {"forward": forward, "backward": backward or forward}
@@ -80,8 +83,8 @@ def sections(setting: str, hidden: int, seed: int, steps: int, lr: float) -> dic
         "run": {"name": f"convergence {setting}", "seed": seed},
         "model": {**model, "config": {**DEMO_MODEL, **sizes, **heads}},
         "data": {"source": "stdlib", "sequence": SEQUENCE},
-        "batch": {"microbatches": MICROBATCHES, "microbatch_size": SIZE},
-        "optimizer": {"lr": lr, "nesterov": True},
+        "batch": {"microbatches": options.microbatches, "microbatch_size": SIZE},
+        "optimizer": {"lr": options.lr, "nesterov": True},
         "schedule": {"kind": "cosine", "warmup_steps": min(50, steps), "steps": steps},
         "wire": wire,
         "update": update,
@@ -196,19 +199,20 @@ def _tensors(batch: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
 
 def run(path: Path, setting: str, hidden: int, seed: int, options: argparse.Namespace) -> None:
     """Train one run and write its result; `path` exists only when all of it has been done."""
-    steps = -(-options.tokens // STEP_TOKENS)
-    described = sections(setting, hidden, seed, steps, options.lr)
+    step_tokens = options.microbatches * MICROBATCH_TOKENS
+    steps = -(-options.tokens // step_tokens)
+    described = sections(setting, hidden, seed, steps, options)
     path.with_suffix(".toml").write_text(toml(described) + "\n")
     chain = Chain(parse_config(described, setting))
     began, losses = time.perf_counter(), []
     for step in range(steps):
         losses.append(chain.step(step))
         if (step + 1) % 50 == 0:
-            rate = (step + 1) * STEP_TOKENS / (time.perf_counter() - began)
+            rate = (step + 1) * step_tokens / (time.perf_counter() - began)
             mean = statistics.fmean(losses[-50:])
             print(f"  {path.stem}: step {step + 1}/{steps}, loss {mean:.3f}, {rate:,.0f} tokens/s")
     wall_s = time.perf_counter() - began
-    tokens = steps * STEP_TOKENS
+    tokens = steps * step_tokens
     per_token = {way: sent / tokens / (STAGES - 1) for way, sent in chain.wire_bytes.items()}
     answer = {
         "setting": setting,
@@ -216,7 +220,7 @@ def run(path: Path, setting: str, hidden: int, seed: int, options: argparse.Name
         "seed": seed,
         "tokens": tokens,
         "parameters": sum(math.prod(s) for state in chain.states for s in state.layout.shapes),
-        "validation": chain.validate(-(-options.validation_tokens // (SEQUENCE * SIZE))),
+        "validation": chain.validate(-(-options.validation_tokens // MICROBATCH_TOKENS)),
         "final_loss": statistics.fmean(losses[-20:]),
         "wire_bytes_per_token": per_token,
         "sha256": chain.sha256(),
@@ -263,8 +267,10 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
     least = min(run["hidden"] for run in runs)
     for each in runs:
         if each["hidden"] == least and each["seed"] == 0:
-            means = np.convolve(each["losses"], np.ones(SMOOTHED) / SMOOTHED, mode="valid")
-            tokens = (np.arange(len(means)) + SMOOTHED) * STEP_TOKENS / 1e6
+            step_tokens = each["tokens"] / len(each["losses"])
+            width = max(1, round(SMOOTHED / step_tokens))
+            means = np.convolve(each["losses"], np.ones(width) / width, mode="valid")
+            tokens = (np.arange(len(means)) + width) * step_tokens / 1e6
             left.plot(tokens, means, linewidth=1, label=each["setting"])
     left.set(xlabel="million tokens", ylabel="training loss", title=f"hidden {least}")
     left.set_ylim(top=TOP_LOSS)  # the first steps would squeeze the rest
@@ -290,6 +296,11 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+def _ending(options: argparse.Namespace) -> str:
+    """Of the names of results that may be compared."""
+    return f"-m{options.microbatches}-lr{options.lr:g}-t{options.tokens}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("directory", type=Path, nargs="?", default=Path("runs/convergence"))
@@ -300,6 +311,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=3_000_000, help="trained per run")
     parser.add_argument("--validation-tokens", type=int, default=204_800)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--microbatches", type=int, default=4, help="of a step, 256 tokens each")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--show", action="store_true", help="only what is in DIR; run nothing")
     parser.add_argument("--plot", type=Path, help="also draw it, as PNG")
@@ -313,12 +325,12 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     options.directory.mkdir(parents=True, exist_ok=True)
     if options.show:
-        found = sorted(options.directory.glob(f"*-t{options.tokens}.json"))
+        found = sorted(options.directory.glob(f"*{_ending(options)}.json"))
         runs = [json.loads(path.read_text()) for path in found]
         results = show(runs)
     for seed in range(0 if options.show else options.seeds):
         for hidden, setting in wanted:
-            name = f"{setting.replace('/', '+')}-h{hidden}-s{seed}-t{options.tokens}"
+            name = f"{setting.replace('/', '+')}-h{hidden}-s{seed}{_ending(options)}"
             path = options.directory / f"{name}.json"
             if not path.exists():
                 run(path, setting, hidden, seed, options)
