@@ -62,7 +62,7 @@ CODECS = ("bfloat16", "int8", "int4", "int8~", "int4~", "int4/int8")
 
 
 def sections(
-    setting: str, hidden: int, seed: int, steps: int, options: argparse.Namespace
+    setting: str, hidden: int, seed: int, steps: int, lr: float, microbatches: int
 ) -> dict[str, Any]:
     """The run.toml of one run. ValueError or ConfigError for a setting that there is not."""
     model: dict[str, Any] = {"stages": STAGES}
@@ -71,8 +71,8 @@ def sections(
     if setting.startswith("subspace-"):
         model["subspace"] = int(setting.removeprefix("subspace-"))
     elif setting.startswith("delayed"):
-        ahead = int(setting.removeprefix("delayed").removeprefix("-") or options.microbatches)
-        update = {"policy": "delayed", "ahead": ahead / options.microbatches}
+        ahead = int(setting.removeprefix("delayed").removeprefix("-") or microbatches)
+        update = {"policy": "delayed", "ahead": ahead / microbatches}
     elif setting != "exact":
         forward, _, backward = setting.removesuffix("~").partition("/")
         wire = {"forward": forward, "backward": backward or forward}
@@ -83,8 +83,8 @@ def sections(
         "run": {"name": f"convergence {setting}", "seed": seed},
         "model": {**model, "config": {**DEMO_MODEL, **sizes, **heads}},
         "data": {"source": "stdlib", "sequence": SEQUENCE},
-        "batch": {"microbatches": options.microbatches, "microbatch_size": SIZE},
-        "optimizer": {"lr": options.lr, "nesterov": True},
+        "batch": {"microbatches": microbatches, "microbatch_size": SIZE},
+        "optimizer": {"lr": lr, "nesterov": True},
         "schedule": {"kind": "cosine", "warmup_steps": min(50, steps), "steps": steps},
         "wire": wire,
         "update": update,
@@ -201,7 +201,7 @@ def run(path: Path, setting: str, hidden: int, seed: int, options: argparse.Name
     """Train one run and write its result; `path` exists only when all of it has been done."""
     step_tokens = options.microbatches * MICROBATCH_TOKENS
     steps = -(-options.tokens // step_tokens)
-    described = sections(setting, hidden, seed, steps, options)
+    described = sections(setting, hidden, seed, steps, options.lr, options.microbatches)
     path.with_suffix(".toml").write_text(toml(described) + "\n")
     chain = Chain(parse_config(described, setting))
     began, losses = time.perf_counter(), []

@@ -30,7 +30,7 @@ from _lab import Host, Lab
 from _lab_swarm import lab_swarm
 from _measured import given, said
 from _namespaces import DEVICE, LabError, entered
-from convergence import STAGES, STEP_TOKENS, sections
+from convergence import MICROBATCH_TOKENS, STAGES, sections
 
 from swarm.averaging.plan import make_plan
 from swarm.config import RunConfig, parse_config
@@ -46,7 +46,7 @@ GRADIENTS = (
     ("int8", "float64"),
 )  # and in what they are summed
 BESIDE = "bfloat16"
-HIDDEN, WARM_UP_STEPS, LIMIT_S = 128, 2, 600.0
+HIDDEN, MICROBATCHES, WARM_UP_STEPS, LIMIT_S = 128, 16, 2, 600.0
 
 
 class Traffic(NamedTuple):
@@ -74,7 +74,7 @@ def traffic_of(host: Host) -> Traffic:
 def config_of(
     wire: Mapping[str, str], stages: int, subspace: int | None = None, accumulate: str = "float64"
 ) -> RunConfig:
-    described = sections("exact", HIDDEN, 0, 100_000, 3e-3)
+    described = sections("exact", HIDDEN, 0, 100_000, 3e-3, MICROBATCHES)
     described["model"]["stages"] = stages
     if subspace is not None:
         described["model"]["subspace"] = subspace
@@ -106,7 +106,7 @@ def boundaries(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Bytes per token over one boundary."""
     wanted = [(codec, codec, None) for codec in options.codecs]
     wanted += [(f"subspace-{k} {codec}", codec, k) for k in options.subspace for codec in THIN]
-    tokens = options.steps * STEP_TOKENS
+    tokens = options.steps * MICROBATCHES * MICROBATCH_TOKENS
     found: dict[str, tuple[float, float]] = {}
     results = []
     print(f"{'bytes a token':24}{'forward':>9}{'back':>9}{'tensors forward':>17}{'back':>9}")
