@@ -237,11 +237,12 @@ class HuggingFacePipeline(ModelPipeline):
             autocast=self.autocast,
             basis=basis,
         )
-        allocate(model)
-        if self.pretrained is None:
-            draw(model, self.seed)
-        else:
-            load(model, self.pretrained, self._copied)
+        if torch.device(device).type != "meta":  # of which only names and shapes are wanted
+            allocate(model)
+            if self.pretrained is None:
+                draw(model, self.seed)
+            else:
+                load(model, self.pretrained, self._copied)
         model.to(device)
         built.refresh_names()
         return built

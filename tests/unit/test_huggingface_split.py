@@ -254,3 +254,23 @@ def test_a_pretrained_directory_gives_each_stage_its_tensors(family: str, tmp_pa
         for name, parameter in pipeline.build_stage(k).named_parameters():
             assert torch.equal(parameter, weights.pop(name)), name
     assert not weights
+
+
+@pytest.mark.parametrize(
+    ("family", "subspace"), [*((family, None) for family in FAMILIES), ("llama", 8)]
+)
+def test_a_stage_on_the_meta_device_takes_neither_memory_nor_time(
+    family: str, subspace: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leader asks for one to know a stage's parameters, and must not stand still for it."""
+    pipeline = pipeline_of(family, [2, 3], subspace=subspace)
+    real = [ParameterLayout.of(pipeline.build_stage(stage)) for stage in range(2)]
+
+    def forbidden(*_: object) -> None:
+        raise AssertionError("memory or numbers for a stage on the meta device")
+
+    for name in ("allocate", "draw", "load"):
+        monkeypatch.setattr(f"swarm.model.huggingface.{name}", forbidden)
+    built = [pipeline.build_stage(stage, "meta") for stage in range(2)]
+    assert [ParameterLayout.of(each) for each in built] == real
+    assert all(p.device.type == "meta" for each in built for p in each.parameters())
