@@ -1,13 +1,15 @@
 """A swarm that arranges itself: six peers that choose their stages, against the best assignment.
 
 Paced peers (`_paced_swarm`): each stands for a machine of its own; stages cost 1, 2 and 3. All but
-the devices is real: processes, streams, downloads, moves. Three questions, each against the same
+the devices is real: processes, streams, downloads, moves. Four questions, each against the same
 swarm with its peers pinned to the best assignment of those alive, measured in the same run:
 
 (a) six peers, all `--stage auto`: the speed they settle at;
 (b) two peers of the dearest stage are killed: the speed the other four settle at;
 (c) one of several peers of a stage becomes five times slower: of how many microbatches of its stage
-    the last is issued before its share has fallen to what it is due.
+    the last is issued before its share has fallen to what it is due;
+(d) the only peer of the cheapest stage becomes five times slower, so that moves pay: the speed they
+    settle at, and how soon the first is ordered.
 
     python benchmarks/live.py [--microbatches 48] [--steps 4]
 """
@@ -22,10 +24,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from _helpers import print_results, result
-from _paced_swarm import SPEED, PacedSwarm, paced_swarm
+from _paced_swarm import SPEED, PacedSwarm, now, paced_swarm
+
+from swarm.events import tail_events
 
 COSTS = (1.0, 2.0, 3.0)
 THROTTLE = 5.0
+NAMES = {"six": "six peers", "four": "four peers", "helped": "six, one of them 5x slower"}
 WINDOW = 10  # microbatches in which a share is counted
 SETTLE_S = 90.0
 
@@ -54,13 +59,18 @@ async def speed(swarm: PacedSwarm, steps: int, microbatches: int) -> float:
     return steps * microbatches / (at[first + steps - 1] - at[first - 1])
 
 
-async def pinned(options: argparse.Namespace, counts: Sequence[int]) -> float:
-    """The speed of an assignment that nobody leaves."""
+async def pinned(
+    options: argparse.Namespace, counts: Sequence[int], slow: int | None = None
+) -> float:
+    """The speed of an assignment that nobody leaves; with a slow peer in stage `slow`."""
     peers = [(stage, None) for stage, count in enumerate(counts) for _ in range(count)]
     with swarm_of(options, peers) as swarm:
         try:
             await swarm.start()
             await swarm.until(lambda: placed(swarm) == tuple(counts), "all to serve")
+            if slow is not None:
+                slow_down(swarm, names_in(swarm, slow)[0])
+                await pass_steps(swarm, 2)
             return await speed(swarm, options.steps, options.microbatches)
         finally:
             await swarm.stop()
@@ -101,6 +111,54 @@ def names_in(swarm: PacedSwarm, stage: int) -> list[str]:
     return [name for name, incarnation in swarm.incarnations().items() if incarnation in there]
 
 
+async def helped(options: argparse.Namespace) -> dict[str, Any]:
+    """Six peers that find their own places, and the only one of the first stage becomes slow: how
+    soon somebody is told to move, and the speed once all who move because of it have moved."""
+    with swarm_of(options, [(None, None)] * 6) as swarm:
+        try:
+            await swarm.start()
+            await swarm.until(lambda: placed(swarm) == best(6), "the best assignment", SETTLE_S)
+            await swarm.until(lambda: under_way(swarm) >= 10, "a step to be under way")
+            began = now()
+            slow_down(swarm, names_in(swarm, 0)[0])
+            await swarm.until(lambda: told(swarm, began), "a move", SETTLE_S)
+            first_s = told(swarm, began)[0]["t"] - began
+            await until_nobody_moves(swarm)
+            return {
+                "first move": first_s,
+                "helped": await speed(swarm, options.steps, options.microbatches),
+            }
+        finally:
+            await swarm.stop()
+
+
+def told(swarm: PacedSwarm, since: float) -> list[dict[str, Any]]:
+    """The moves that the leader has ordered."""
+    events = tail_events(swarm.run_dir / "events.jsonl", since)
+    return [event for event in events if event["event"] == "move"]
+
+
+async def until_nobody_moves(swarm: PacedSwarm) -> None:
+    """Until two steps have passed with nobody under way and nobody told to go."""
+    quiet_since = swarm.step
+    while swarm.step < quiet_since + 2:
+        at = now()
+        await pass_steps(swarm, 1)
+        rows = swarm.status()["replicas"]
+        if told(swarm, at) or any(row["standing"] == "joining" for row in rows):
+            quiet_since = swarm.step
+
+
+async def pass_steps(swarm: PacedSwarm, count: int) -> None:
+    goal = swarm.step + count
+    await swarm.until(lambda: swarm.step >= goal, f"{count} more steps", SETTLE_S)
+
+
+def slow_down(swarm: PacedSwarm, name: str) -> None:
+    """From now on its device takes `THROTTLE` times as long."""
+    (swarm.processes[name].data_dir / SPEED).write_text(str(THROTTLE))
+
+
 async def throttle(swarm: PacedSwarm) -> float:
     """Slow one peer of the dearest stage down for three steps; how soon its load has shifted."""
     stage = len(COSTS) - 1
@@ -109,11 +167,10 @@ async def throttle(swarm: PacedSwarm) -> float:
     count = placed(swarm)[stage]
     due = (1 / THROTTLE) / (count - 1 + 1 / THROTTLE)
     await swarm.until(lambda: under_way(swarm) >= 10, "a step to be under way")
-    before, path = len(issues(swarm)), swarm.processes[name].data_dir / SPEED
-    path.write_text(str(THROTTLE))
-    first = swarm.step
-    await swarm.until(lambda: swarm.step >= first + 3, "three steps")
-    path.unlink()
+    before = len(issues(swarm))
+    slow_down(swarm, name)
+    await pass_steps(swarm, 3)
+    (swarm.processes[name].data_dir / SPEED).unlink()
     mine = [issue["route"][stage] == replica for issue in issues(swarm)[before:]]
     for start in range(len(mine) - WINDOW):
         if sum(mine[start : start + WINDOW]) <= due * WINDOW + 1:
@@ -133,8 +190,11 @@ async def measure(options: argparse.Namespace) -> dict[str, Any]:
     found = await alone(options)
     for move in found["moves"]:
         print(f"{move['what']:13} {move['from']} -> {move['to']}  {move['reason']}", flush=True)
-    return {**found, "best six": await pinned(options, best(6)),
-            "best four": await pinned(options, best(4))}  # fmt: skip
+    dearest = len(COSTS) - 1  # a slow peer is worth most where there are most others
+    return {**found, **await helped(options),
+            "best six": await pinned(options, best(6)),
+            "best four": await pinned(options, best(4)),
+            "best helped": await pinned(options, best(6), slow=dearest)}  # fmt: skip
 
 
 def main() -> None:
@@ -144,12 +204,16 @@ def main() -> None:
     parser.add_argument("--forward-s", type=float, default=0.02)
     options = parser.parse_args()
     found = asyncio.run(measure(options))
-    for name in ("six", "four"):
+    for name in ("six", "four", "helped"):
         print(
-            f"{name} peers: {found[name]:.2f} microbatches/s, pinned to the best assignment "
+            f"{NAMES[name]}: {found[name]:.2f} microbatches/s, pinned to the best assignment "
             f"{found[f'best {name}']:.2f}"
         )
     print(f"a peer 5x slower: its load had shifted after {found['shift']:.0f} microbatches")
+    print(
+        f"the only one of a stage 5x slower: first move after {found['first move']:.1f} s; "
+        f"at most {1 / (THROTTLE * 3 * options.forward_s * COSTS[0]):.2f} microbatches/s before"
+    )
     print_results(
         "live",
         [
@@ -159,6 +223,8 @@ def main() -> None:
                    "of the survivors' best assignment", 0.9),
             result("load shifted from a peer 5x slower", found["shift"], "microbatches", 10,
                    at_most=True),
+            result("the only peer of a stage 5x slower, after the moves",
+                   found["helped"] / found["best helped"], "of the best assignment", 0.9),
         ],
     )  # fmt: skip
 

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peer.interrupt import until_interrupted
-from swarm.errors import JoinError
+from swarm.errors import JoinError, SwarmError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from swarm.net.links import Links
 
 STALE_S = 10.0
+ANSWER_S = 15.0  # for each peer of a link to be reached and to answer
 
 
 def show_status(where: str | None, *, as_json: bool) -> None:
@@ -63,7 +70,6 @@ def _ago(seconds: float) -> str:
 async def _ask_status(text: str) -> dict[str, Any]:
     import tempfile
 
-    from swarm.errors import SwarmError
     from swarm.net.identity import load_identity
     from swarm.net.libp2p import Libp2pTransport
     from swarm.net.link import parse_link
@@ -76,16 +82,28 @@ async def _ask_status(text: str) -> dict[str, Any]:
         transport = await Libp2pTransport.create(identity_path=identity.path, listen=())
         links = Links(transport, link.run_id, new_incarnation(identity.peer_id), {})
         try:
-            failure = ""
-            for peer, addresses in link.by_peer.items():
-                try:
-                    channel = await links.channel(peer, addresses)
-                    return (await channel.call("status", {})).body
-                except JoinError:
-                    raise
-                except SwarmError as error:
-                    failure = str(error)
-            raise JoinError(f"nobody answers at that link ({failure})", "is the leader running?")
+            return await first_status(links, link.by_peer)
         finally:
             await links.aclose()
             await transport.close()
+
+
+async def first_status(links: Links, by_peer: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """What the first of these peers (addresses by peer id) says that leads the run.
+
+    Raises JoinError if none does: a refusal, if one of them refused, says most.
+    """
+    refusal: JoinError | None = None
+    failure = ""
+    for peer, addresses in by_peer.items():
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                channel = await links.channel(peer, addresses)
+                return (await channel.call("status", {})).body
+        except JoinError as error:
+            refusal = refusal or error
+        except SwarmError as error:
+            failure = str(error)
+        except TimeoutError:
+            failure = f"no answer within {ANSWER_S:.0f} s"
+    raise refusal or JoinError(f"nobody answers at that link ({failure})", "is the leader running?")

@@ -231,7 +231,11 @@ class OptimizerSection(Section):
         tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
         BeforeValidator(_list_to_tuple),
     ] = Field(default=(0.9, 0.95), description="Decay of Adam's two averages.")
-    eps: float = Field(default=1e-8, gt=0, description="Adam's term against division by zero.")
+    eps: float = Field(
+        default=1e-8,
+        ge=1e-37,  # less is 0 in float32: a parameter without a gradient would become NaN
+        description="Adam's term against division by zero.",
+    )
     weight_decay: float = Field(
         default=0.1, ge=0, description="Decoupled decay; never on norms and biases."
     )

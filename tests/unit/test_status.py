@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from typer.testing import CliRunner
 
 import peer.status
 from peer.cli.swarm_program import app
+from swarm.errors import JoinError, UnreachableError
 
 LINK = "swarm://anything"
 ANYTHING = st.recursive(
@@ -91,3 +94,39 @@ def test_deep_and_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
         assert result.exit_code == 4, result.output
         assert result.stderr.startswith("error: ")
         assert result.stderr.count("\n") == 1
+
+
+class Peers:
+    """Links to peers that answer, refuse, are not there, or never say anything."""
+
+    def __init__(self, answers: dict[str, Any]) -> None:
+        self.answers = answers
+
+    async def channel(self, peer: str, addresses: Any) -> Any:
+        answer = self.answers[peer]
+        if isinstance(answer, Exception):
+            raise answer
+
+        async def call(method: str, body: Any) -> Any:
+            if answer is None:
+                await asyncio.Event().wait()
+            return SimpleNamespace(body=answer)
+
+        return SimpleNamespace(call=call)
+
+
+def first_of(monkeypatch: pytest.MonkeyPatch, *answers: Any) -> dict[str, Any]:
+    monkeypatch.setattr(peer.status, "ANSWER_S", 0.01)
+    links: Any = Peers({str(at): answer for at, answer in enumerate(answers)})
+    return asyncio.run(peer.status.first_status(links, dict.fromkeys(links.answers, ())))
+
+
+def test_the_first_peer_of_a_link_that_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silent, absent and refusing ones are passed over; a refusal is told if nobody answers."""
+    gone, refused = UnreachableError("connection refused"), JoinError("another run", "check it")
+    found = first_of(monkeypatch, None, gone, refused, {"step": 3}, {"step": 4})
+    assert found == {"step": 3}
+    with pytest.raises(JoinError, match="another run"):
+        first_of(monkeypatch, refused, gone, None)
+    with pytest.raises(JoinError, match=r"no answer within .* leader running"):
+        first_of(monkeypatch, gone, None)
