@@ -65,6 +65,30 @@ def test_a_stage_never_served_costs_what_its_shape_says_beside_those_that_were()
     assert table.rate(PeerLoad("new", speed=12.0), 2) == pytest.approx(2.0)
 
 
+def test_the_only_peer_of_a_stage_that_becomes_slow_makes_it_no_dearer() -> None:
+    """It was measured there before; so the peer is a fifth as fast, and would be elsewhere too. A
+    first estimate of its own that was wrong tells nothing."""
+    only = member("a", 0, speed=10.0)
+    only.facts = StageFacts(0.01, 1000)
+    leader = leader_of(only)
+    leader.router.add("a#1", 0, 0.01)
+
+    async def seen() -> list[tuple[float, float]]:
+        books, found = Rebalancing(leader), []
+        for service_s in (None, 0.2, 1.0, 0.2):
+            for _ in range(50 if service_s else 0):
+                leader.router.observe("a#1", service_s)
+            table = books.table()
+            found.append((table.stages[0].cost, table.rate(table.peers[0], 2)))
+        return found
+
+    first, *others = run(seen())
+    assert first == pytest.approx((0.1, 100 / 3))
+    for (cost, elsewhere), rate in zip(others, (5.0, 1.0, 5.0), strict=True):
+        assert cost == pytest.approx(2.0, rel=1e-3)
+        assert elsewhere == pytest.approx(rate / 3, rel=1e-3)
+
+
 @pytest.mark.parametrize("accumulate", ["float64", "float32"])
 def test_a_leader_knows_in_what_gradients_are_added_up(accumulate: str) -> None:
     """Half of the accumulator's memory."""
