@@ -27,12 +27,13 @@ from _helpers import print_results, result
 from _paced_swarm import SPEED, PacedSwarm, now, paced_swarm
 
 from swarm.events import tail_events
+from swarm.net.links import peer_of
 
 COSTS = (1.0, 2.0, 3.0)
 THROTTLE = 5.0
 NAMES = {"six": "six peers", "four": "four peers", "helped": "six, one of them 5x slower"}
 WINDOW = 10  # microbatches in which a share is counted
-SETTLE_S = 90.0
+SETTLE_S = 90.0  # of a step or a move; twice that to settle
 
 
 def best(count: int) -> tuple[int, ...]:
@@ -92,12 +93,12 @@ async def alone(options: argparse.Namespace) -> dict[str, Any]:
     with swarm_of(options, [(None, None)] * 6) as swarm:
         try:
             await swarm.start()
-            await swarm.until(lambda: placed(swarm) == best(6), "the best assignment", SETTLE_S)
+            await settle(swarm, 6)
             found["six"] = await speed(swarm, options.steps, options.microbatches)
             found["shift"] = await throttle(swarm)
             for name in names_in(swarm, len(COSTS) - 1)[:2]:
                 swarm.kill_peer(name)
-            await swarm.until(lambda: placed(swarm) == best(4), "the survivors' best", SETTLE_S)
+            await settle(swarm, 4)
             found["four"] = await speed(swarm, options.steps, options.microbatches)
             found["moves"] = swarm.status()["placement"]["moves"]
             return found
@@ -117,15 +118,18 @@ async def helped(options: argparse.Namespace) -> dict[str, Any]:
     with swarm_of(options, [(None, None)] * 6) as swarm:
         try:
             await swarm.start()
-            await swarm.until(lambda: placed(swarm) == best(6), "the best assignment", SETTLE_S)
+            await settle(swarm, 6)
             await swarm.until(lambda: under_way(swarm) >= 10, "a step to be under way")
             began = now()
-            slow_down(swarm, names_in(swarm, 0)[0])
+            slow = names_in(swarm, 0)[0]
+            slow_down(swarm, slow)
             await swarm.until(lambda: told(swarm, began), "a move", SETTLE_S)
             first_s = told(swarm, began)[0]["t"] - began
-            await until_nobody_moves(swarm)
+            await settle(swarm, 6)
+            stages = [stage for stage in range(len(COSTS)) if slow in names_in(swarm, stage)]
             return {
                 "first move": first_s,
+                "slow one in": stages,
                 "helped": await speed(swarm, options.steps, options.microbatches),
             }
         finally:
@@ -138,15 +142,18 @@ def told(swarm: PacedSwarm, since: float) -> list[dict[str, Any]]:
     return [event for event in events if event["event"] == "move"]
 
 
-async def until_nobody_moves(swarm: PacedSwarm) -> None:
-    """Until two steps have passed with nobody under way and nobody told to go."""
-    quiet_since = swarm.step
-    while swarm.step < quiet_since + 2:
-        at = now()
-        await pass_steps(swarm, 1)
-        rows = swarm.status()["replicas"]
-        if told(swarm, at) or any(row["standing"] == "joining" for row in rows):
-            quiet_since = swarm.step
+async def settle(swarm: PacedSwarm, count: int) -> None:
+    """Until so many peers serve, and three steps have passed with nobody under way or told to
+    move."""
+    quiet = 0
+    async with asyncio.timeout(2 * SETTLE_S):
+        while quiet < 3:
+            at = now()
+            await pass_steps(swarm, 1)
+            rows = swarm.status()["replicas"]
+            peers = {peer_of(row["replica"]) for row in rows if row["standing"] == "serving"}
+            still = len(peers) == count and all(row["standing"] == "serving" for row in rows)
+            quiet = quiet + 1 if still and not told(swarm, at) else 0
 
 
 async def pass_steps(swarm: PacedSwarm, count: int) -> None:
@@ -210,9 +217,10 @@ def main() -> None:
             f"{found[f'best {name}']:.2f}"
         )
     print(f"a peer 5x slower: its load had shifted after {found['shift']:.0f} microbatches")
+    before = 1 / (THROTTLE * 3 * options.forward_s * COSTS[0])
     print(
-        f"the only one of a stage 5x slower: first move after {found['first move']:.1f} s; "
-        f"at most {1 / (THROTTLE * 3 * options.forward_s * COSTS[0]):.2f} microbatches/s before"
+        f"the only one of a stage 5x slower, at most {before:.2f} microbatches/s: first move after "
+        f"{found['first move']:.1f} s, and it ends in stage {found['slow one in']}"
     )
     print_results(
         "live",

@@ -10,9 +10,9 @@ next leader knows too.
 A stage's cost and a peer's speed cannot be told apart from one rate, so peers measure their device
 on a reference (`peer.measure`): a stage costs what its most able replicas say, speed over rate, and
 what has not been measured costs as much more or less as its layers' shapes tell. A peer's own
-speed is then what its rate shows, not what it measured once. What a stage costs stays, so a
-replica that takes much longer than it once did has become slow, and its stage no dearer, even where
-it is the only one.
+speed is then what its rate shows, not what it measured once. What a stage costs does not change: a
+replica that takes twice as long as at the commits before has become slow, and its stage no dearer,
+even where it is the only one. A leader that has not seen it fast cannot know.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ log = logging.getLogger(__name__)
 RESERVED_S = 600.0  # who is under way counts where it goes for so long, whether it arrives or not
 REFUSED_S = 300.0  # a peer that refused is not asked again before
 MAX_NEWS = 8  # moves that status shows
-SLOWED = 2.0  # a replica that takes so many times what it once did says nothing of its stage
+SLOWED = 2.0  # a replica that takes so many times what it did says nothing of its stage
+ENOUGH = 8  # measurements after which an estimate that was wrong is forgotten
 STATE_FLOATS = 3  # parameters and two moments: what a snapshot holds, at most
 
 
@@ -79,7 +80,7 @@ class Rebalancing:
     news: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
     _peers: dict[str, _Peer] = field(default_factory=dict)
     _parameters: dict[int, int] = field(default_factory=dict)  # by stage
-    _least: dict[str, float] = field(default_factory=dict)  # cost that a replica has measured
+    _shown: dict[str, float] = field(default_factory=dict)  # cost of its stage, by incarnation
     _reason: str = ""
 
     # ---- what is known --------------------------------------------------------------------------
@@ -115,24 +116,28 @@ class Rebalancing:
         measured: dict[int, float] = {}
         for stage in range(pipeline.num_stages):
             found = sorted(
-                self._cost(member, rate)
+                self._shown.get(member.incarnation, cost)
                 for member in self.leader.members.of_stage(stage)
-                if (rate := self.rate(member)) is not None
+                if (cost := self._cost(member)) is not None
             )
             if found:  # a device that is slower than it says makes its stage look dear
                 measured[stage] = found[(len(found) - 1) // 4]
         ratio = statistics.median(c / shapes[k] for k, c in measured.items()) if measured else 1.0
         return [measured.get(stage, shape * ratio) for stage, shape in enumerate(shapes)]
 
-    def _cost(self, member: Member, rate: float) -> float:
-        """Of its stage, as this replica's rate shows it, or showed it before it became slow."""
-        cost = (member.offer.speed or 1.0) / rate
-        if self.leader.router.measured_s(member.incarnation) is None:
-            return cost
-        least = self._least[member.incarnation] = min(
-            cost, self._least.get(member.incarnation, math.inf)
-        )
-        return cost if cost < SLOWED * least else least
+    def _cost(self, member: Member) -> float | None:
+        """Of its stage, as this replica's rate shows it now."""
+        rate = self.rate(member)
+        return (member.offer.speed or 1.0) / rate if rate is not None else None
+
+    def _remember(self) -> None:
+        """What stages cost, at a commit: half of it news, unless somebody has become slow."""
+        for member in self.leader.members:
+            name, cost = member.incarnation, self._cost(member)
+            if cost is not None and self.leader.router.measured_s(name, ENOUGH) is not None:
+                before = self._shown.get(name, cost)
+                if cost < SLOWED * before:
+                    self._shown[name] = (before + cost) / 2
 
     def _need(self, stage: int, cost: float) -> StageNeed:
         """Its size: the state, and the activations that those who serve it have measured."""
@@ -253,6 +258,7 @@ class Rebalancing:
         serving = [m for m in self.leader.members if m.standing is Standing.SERVING]
         if any(self.rate(member) is None for member in serving):
             return  # whoever has not been measured yet looks like nobody
+        self._remember()
         now, table = asyncio.get_running_loop().time(), self.table()
         self._forget(now)
         plan = plan_moves(table, now, self.policy)
@@ -291,7 +297,7 @@ class Rebalancing:
     def _forget(self, now: float) -> None:
         """Peers that are gone, once what is remembered of them has no effect any more."""
         lives = {member.incarnation for member in self.leader.members}
-        self._least = {name: cost for name, cost in self._least.items() if name in lives}
+        self._shown = {name: cost for name, cost in self._shown.items() if name in lives}
         present = {peer_of(incarnation) for incarnation in lives}
         for name, peer in list(self._peers.items()):
             rests_until = peer.moved_at + self.policy.hysteresis_s

@@ -56,6 +56,8 @@ def describe(error: ValidationError, root: type[BaseModel]) -> tuple[str, str]:
         # Checks across fields name the keys themselves; those of one field do not.
         return (f"{name} {reason}" if len(first["loc"]) > 1 else reason) + more, ""
     message = first["msg"].removeprefix("Input ").removeprefix("String ")
+    if first["type"] == "greater_than_equal":  # pydantic writes 1e-37 with all its zeros
+        message = f"should be greater than or equal to {first['ctx']['ge']:g}"
     return f"{name} {message}, not {_shown(first['input'])}{more}", ""
 
 

@@ -233,7 +233,7 @@ class OptimizerSection(Section):
     ] = Field(default=(0.9, 0.95), description="Decay of Adam's two averages.")
     eps: float = Field(
         default=1e-8,
-        ge=1e-37,  # less is 0 in float32: a parameter without a gradient would become NaN
+        ge=1e-37,  # near float32's least: what is 0 there makes NaN of no gradient
         description="Adam's term against division by zero.",
     )
     weight_decay: float = Field(

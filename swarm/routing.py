@@ -73,7 +73,7 @@ class _Replica:
     stage: int
     service_s: float | None  # average; None where nothing is known
     device: _Device
-    measured: bool = False  # else `service_s` is an estimate, if anything
+    measured: int = 0  # measurements in `service_s`; with none it is an estimate, if anything
     surprise_s: float | None = None  # the last measurement, if it was far off
     probe: bool = True  # entered and not drawn yet
     lagging: bool = False  # sat out a draw: at its credit limit, or its queue was too long
@@ -93,7 +93,7 @@ class _Replica:
 
     def learn(self, service_s: float) -> None:
         """A measurement. One that is far off may be an accident; two are a new speed."""
-        self.measured = True
+        self.measured += 1
         if self.service_s is None:
             self.service_s = service_s
         before, ratio = self.surprise_s, service_s / self.service_s
@@ -311,10 +311,11 @@ class Router:
         entry = self._replicas.get(replica)
         return entry.outstanding if entry is not None else 0
 
-    def measured_s(self, replica: str) -> float | None:
-        """As `service_s`, but no estimate; None for names that are not known."""
+    def measured_s(self, replica: str, least: int = 1) -> float | None:
+        """As `service_s`, but no estimate: None before `least` measurements, and for names that
+        are not known."""
         entry = self._replicas.get(replica)
-        return entry.service_s if entry is not None and entry.measured else None
+        return entry.service_s if entry is not None and entry.measured >= least else None
 
     def measured(self) -> dict[str, tuple[int, float]]:
         """Stage and average service time of those that have been measured."""

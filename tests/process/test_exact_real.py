@@ -7,7 +7,7 @@ A small GPT-2 with dropout, and the custom example; `examples/exact.toml` is the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +18,44 @@ from peer.baseline import Baseline
 from peer.launch import open_data, plan_of, stamp, whole_model
 from peer.local import LocalSwarm
 from swarm.config import RunConfig, load_config
+from swarm.config_fields import ValidationSection
 from swarm.net.identity import load_identity
 from tests.process.forks import Forks, toml
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits" / "run.toml"
 STEPS = 6
+VALIDATED = {"validation": ValidationSection(every=2, microbatches=3)}
 Act = Callable[[LocalSwarm, int], None]
 
 
-def baseline(config: RunConfig, steps: int, cache: Path) -> str:
-    """The sha256 one process ends with; with one thread, as the peers have."""
+def oracle(config: RunConfig, steps: int, cache: Path) -> tuple[str, list[float]]:
+    """The sha256 one process ends with, and the validation losses on the way; with one thread, as
+    the peers have."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     dataset = open_data(config, cache)
     try:
-        oracle = Baseline(plan_of(config), whole_model(config), dataset, config.optimizer)
-        for _ in oracle.steps(steps):
-            pass
-        return str(oracle.report()["sha256"])
+        model = Baseline(plan_of(config), whole_model(config), dataset, config.optimizer)
+        losses = [step.validation_loss for step in model.steps(steps)]
+        return str(model.report()["sha256"]), [each for each in losses if each is not None]
     finally:
         dataset.close()
         torch.set_num_threads(threads)
 
 
+def baseline(config: RunConfig, steps: int, cache: Path) -> str:
+    """As `oracle`: only the sha256."""
+    return oracle(config, steps, cache)[0]
+
+
 class Swarms:
-    """Trains configs with real swarms. `act(swarm, step)` is called after each step."""
+    """Trains configs with real swarms. `act(swarm, step)` is called after each step. `losses`: of
+    validation, in the last swarm that trained."""
 
     def __init__(self, forks: Forks, where: Path) -> None:
         self.forks, self.where, self.count = forks, where, 0
         self.cache = where / "cache"
+        self.losses: list[float] = []
 
     def config(self, path: Path) -> RunConfig:
         return stamp(load_config(path), self.identity.peer_id, self.cache)
@@ -63,8 +72,13 @@ class Swarms:
         act: Act = lambda swarm, step: None,
     ) -> dict[str, Any]:
         self.count += 1
+        self.losses = []
 
         async def main() -> dict[str, Any] | None:
+            def on_step(step: Mapping[str, Any]) -> None:
+                self.losses += [step["validation_loss"]] if "validation_loss" in step else []
+                act(swarm, step["step"])
+
             swarm = LocalSwarm(
                 config,
                 self.where / f"run-{self.count}",
@@ -76,7 +90,7 @@ class Swarms:
                 cache_dir=self.cache,
                 server=self.forks.server,
                 say=lambda line: None,
-                on_step=lambda step: act(swarm, step["step"]),
+                on_step=on_step,
             )
             return await swarm.run()
 
@@ -97,10 +111,13 @@ def recut(config: RunConfig, cut: tuple[int, ...]) -> RunConfig:
 
 
 def test_a_hugging_face_model_with_dropout(swarms: Swarms, tmp_path: Path) -> None:
-    """Three stages of two replicas, another cut, other replica counts."""
-    config = swarms.config(toml(tmp_path / "run.toml", steps=50))
-    expected = baseline(config, STEPS, swarms.cache)
+    """Three stages of two replicas, another cut, other replica counts: the same weights, and the
+    same loss on data that is not trained on."""
+    config = swarms.config(toml(tmp_path / "run.toml", steps=50)).model_copy(update=VALIDATED)
+    expected, losses = oracle(config, STEPS, swarms.cache)
     assert swarms.train(config, {0: 2, 1: 2, 2: 2})["sha256"] == expected
+    assert len(losses) == STEPS // 2
+    assert swarms.losses == losses
     assert swarms.train(recut(config, (1, 5)), {0: 1, 1: 3})["sha256"] == expected
 
 

@@ -148,6 +148,23 @@ def test_who_has_lost_its_network_daemon_says_so_and_ends(forks: Forks, tmp_path
         assert "the network daemon has died - start again" in command.err
 
 
+def test_who_nobody_replaces_leaves_when_its_time_is_over(forks: Forks, tmp_path: Path) -> None:
+    """It is the only one of its stage, so it waits for another: as long as it was told."""
+    run = toml(tmp_path / "run.toml", steps=100_000, stages=2)
+    leader = forks.swarm("train", run, *LOCAL)
+    patient = join(forks, leader.link, "--stage", "0", "--drain-s", "100000")
+    hasty = join(forks, leader.link, "--stage", "1", "--drain-s", "0.5")
+    leader.says("step 2 ")
+    for peer in (patient, hasty):
+        peer.signal(signal.SIGINT)
+    assert hasty.code() == 0, hasty
+    assert hasty.out.endswith("left\n")
+    assert hasty.err == "leaving (again: at once)\n"
+    assert patient.child.alive
+    leader.signal(signal.SIGINT)
+    assert leader.code() == 130, leader
+
+
 def test_leaving_politely_and_at_once(forks: Forks, tmp_path: Path) -> None:
     run = toml(tmp_path / "run.toml", steps=100_000, stages=1)
     leader = forks.swarm("train", run, *LOCAL)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -65,28 +66,54 @@ def test_a_stage_never_served_costs_what_its_shape_says_beside_those_that_were()
     assert table.rate(PeerLoad("new", speed=12.0), 2) == pytest.approx(2.0)
 
 
+class Alone:
+    """A replica that is the only one of stage 0, and says of itself what is 20 times too fast."""
+
+    def __init__(self) -> None:
+        only = member("a", 0, speed=10.0)
+        only.facts = StageFacts(0.01, 1000)
+        self.leader = leader_of(only)
+        self.leader.router.add("a#1", 0, 0.01)
+        self.books = Rebalancing(self.leader)
+
+    async def sees(self, *service_s: float) -> tuple[float, float]:
+        """Commits of nine microbatches each, as somebody watches; then what the stage costs, and
+        what the peer would do in stage 2, which costs three times as much."""
+        for each in service_s:
+            for _ in range(9):
+                self.leader.router.observe("a#1", each)
+                self.books.table()
+            self.books.consider()
+        table = self.books.table()
+        return table.stages[0].cost, table.rate(table.peers[0], 2)
+
+
 def test_the_only_peer_of_a_stage_that_becomes_slow_makes_it_no_dearer() -> None:
-    """It was measured there before; so the peer is a fifth as fast, and would be elsewhere too. A
-    first estimate of its own that was wrong tells nothing."""
-    only = member("a", 0, speed=10.0)
-    only.facts = StageFacts(0.01, 1000)
-    leader = leader_of(only)
-    leader.router.add("a#1", 0, 0.01)
+    """It was measured there before; so the peer is a fifth as fast, and would be elsewhere too."""
 
-    async def seen() -> list[tuple[float, float]]:
-        books, found = Rebalancing(leader), []
-        for service_s in (None, 0.2, 1.0, 0.2):
-            for _ in range(50 if service_s else 0):
-                leader.router.observe("a#1", service_s)
-            table = books.table()
-            found.append((table.stages[0].cost, table.rate(table.peers[0], 2)))
-        return found
+    async def seen() -> None:
+        alone = Alone()
+        assert await alone.sees() == pytest.approx((0.1, 100 / 3))
+        assert await alone.sees(0.2) == pytest.approx((2.0, 5.0 / 3), rel=0.05)
+        assert await alone.sees(1.0) == pytest.approx((2.0, 1.0 / 3), rel=0.05)
+        assert await alone.sees(*[1.0] * 100) == pytest.approx((2.0, 1.0 / 3), rel=0.05)
+        assert await alone.sees(0.2) == pytest.approx((2.0, 5.0 / 3), rel=0.05)
 
-    first, *others = run(seen())
-    assert first == pytest.approx((0.1, 100 / 3))
-    for (cost, elsewhere), rate in zip(others, (5.0, 1.0, 5.0), strict=True):
-        assert cost == pytest.approx(2.0, rel=1e-3)
-        assert elsewhere == pytest.approx(rate / 3, rel=1e-3)
+    run(seen())
+
+
+def test_what_a_stage_costs_does_not_jump_with_what_is_measured() -> None:
+    """Rates that scatter by a factor of two move it by less than that, and are forgotten."""
+
+    async def seen() -> None:
+        alone, draw = Alone(), random.Random(0)
+        await alone.sees(0.2)
+        for _ in range(50):
+            cost, _ = await alone.sees(0.2 * draw.choice([0.7, 1.0, 1.4]))
+            assert 1.4 * 0.9 < cost < 2.8
+        assert (await alone.sees(*[0.2] * 8))[0] == pytest.approx(2.0, rel=0.05)
+
+    run(seen())
 
 
 @pytest.mark.parametrize("accumulate", ["float64", "float32"])
