@@ -7,6 +7,8 @@ the baseline's bits, and the books (`peer.witness`) show every microbatch once p
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -15,6 +17,7 @@ import pytest
 from peer.chaos import baseline_sha256
 from peer.launch import stamp
 from peer.local import LEADER
+from peer.local_server import _children_of
 from peer.witness import FILE, audit, lines_of, records_on_disk
 from swarm.config import load_config
 from swarm.net.channel import SILENCE_S
@@ -112,6 +115,25 @@ def test_frozen_beyond_the_silence_limit_then_thawed(check: Check) -> None:
     said = swarm.processes["0b"].log.read_text()
     assert "lost the leader" in said
     assert said.count("serving stage 0") == 2, said
+
+
+def test_cut_off_by_its_network_then_reached_again(check: Check) -> None:
+    """Only the daemon stands still: the replica works on, and nobody hears of it."""
+
+    async def script(swarm: Stoppable) -> list[dict]:
+        await swarm.within_a_step()
+        (daemon,) = _children_of(swarm.processes["0b"].child.pid)
+        os.kill(daemon, signal.SIGSTOP)
+        await swarm.until(lambda: swarm.events("left"), "the silence to be noticed")
+        await swarm.until_step(2)  # its twin alone
+        assert swarm.num_serving(0) == 1
+        os.kill(daemon, signal.SIGCONT)
+        await swarm.until(lambda: swarm.num_serving(0) == 2, "its return")
+        await swarm.until_step(2)
+        return []
+
+    swarm = check({0: 2, 1: 1}, script)
+    assert swarm.processes["0b"].log.read_text().count("serving stage 0") == 2
 
 
 def test_a_polite_leave_costs_nothing(check: Check) -> None:
