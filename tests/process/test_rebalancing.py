@@ -187,7 +187,7 @@ class Slowed(Stoppable):
         """Nobody is left but so many peers, nobody is under way, and the slowest stage is as fast
         as the best assignment of one stage to each of them makes it."""
         status, names = self.status(), self.name_of()
-        rows = status["replicas"]
+        rows = status.get("replicas", [])
         if any(row["standing"] != "serving" for row in rows):
             return False
         if {peer_of(row["replica"]) for row in rows} != set(names) or len(names) != count:
