@@ -8,6 +8,8 @@ many steps as there were.
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,10 @@ from typing import Any
 from peer import witness
 from peer.local import LEADER, LocalSwarm
 from swarm.events import tail_events
+from tests.protocol.faults import spoil_forward
 
 STOP = "stop"
+RESET = signal.SIGUSR1
 WAIT_S = 60.0
 
 
@@ -67,10 +71,19 @@ class Stoppable(LocalSwarm):
         await self.until(under_way, "the middle of a step")
 
 
-class RaisingKernel(Stoppable):
-    """Every eighth forward of peer 1b raises."""
+class FailingKernels(Stoppable):
+    """Of peer 1b's forwards every eighth raises, and every eighth is NaN."""
 
-    peer_target = "tests.process.stoppable:peer_with_a_raising_kernel"
+    peer_target = "tests.process.stoppable:peer_with_failing_kernels"
+
+
+class Resettable(Stoppable):
+    """`reset` ends all streams of a peer at once, whatever they carry."""
+
+    peer_target = "tests.process.stoppable:peer_that_resets"
+
+    def reset(self, name: str) -> None:
+        os.kill(self.processes[name].child.pid, RESET)
 
 
 def leader(arguments: Any, tell: Any, **more: Any) -> int:
@@ -87,17 +100,35 @@ def leader(arguments: Any, tell: Any, **more: Any) -> int:
     return witness.leader(arguments, tell, StoppableLeader)
 
 
-def peer_with_a_raising_kernel(arguments: Any, tell: Any) -> int:
+def peer_with_failing_kernels(arguments: Any, tell: Any) -> int:
     from swarm.stage_state import StageState
 
     if Path(arguments["data_dir"]).name == "1b":
         forward, calls = StageState.forward, [0]
 
-        def raising(self: StageState, *args: Any) -> Any:
+        def failing(self: StageState, *args: Any) -> Any:
             calls[0] += 1
             if calls[0] % 8 == 0:
                 raise FloatingPointError("a kernel has failed")
+            if calls[0] % 8 == 4:
+                spoil_forward(self)
             return forward(self, *args)
 
-        StageState.forward = raising  # type: ignore[method-assign]
+        StageState.forward = failing  # type: ignore[method-assign]
+    return witness.peer(arguments, tell)
+
+
+def peer_that_resets(arguments: Any, tell: Any) -> int:
+    from swarm.net.libp2p import Libp2pTransport
+
+    class Reset(Libp2pTransport):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self._loop.add_signal_handler(RESET, self.reset)
+
+        def reset(self) -> None:
+            for stream in list(self._streams.values()):
+                stream.abort()
+
+    Libp2pTransport.create = Reset.create  # type: ignore[method-assign]
     return witness.peer(arguments, tell)

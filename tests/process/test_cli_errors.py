@@ -6,13 +6,10 @@ Most commands fail in this process (`CliRunner`); those that need a network run 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import importlib.util
 import json
-import os
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -35,6 +32,7 @@ from swarm.net.links import VERSION_PROTOCOL
 from swarm.net.transport import Stream
 from swarm.wire.frames import PROTOCOL_VERSION
 from tests.process.forks import Command, Forks, toml
+from tests.process.small_disk import fill, small_disk
 
 CONFIG, DATA, JOIN, DEVICE, STORAGE, LISTEN = 2, 3, 4, 5, 6, 7
 LOCAL = ("--listen", "/ip4/127.0.0.1/tcp/0")
@@ -253,20 +251,8 @@ def test_a_model_that_a_run_s_data_does_not_fit(
 
 @pytest.fixture
 def full_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 64 KiB."""
-    path = tmp_path / "full"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("a full disk needs a mount, and a mount needs root")
-    yield path
-    subprocess.run(["umount", "--lazy", str(path)], check=True)
-
-
-def fill(disk: Path) -> None:
-    with contextlib.suppress(OSError), (disk / "ballast").open("wb", buffering=0) as ballast:
-        while True:
-            ballast.write(b"\0" * 4096)
+    with small_disk(tmp_path / "full", kib=64) as path:
+        yield path
 
 
 def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

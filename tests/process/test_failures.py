@@ -23,7 +23,7 @@ from swarm.config import load_config
 from swarm.net.channel import SILENCE_S
 from swarm.net.identity import load_identity
 from tests.process.forks import Forks, toml
-from tests.process.stoppable import RaisingKernel, Stoppable
+from tests.process.stoppable import FailingKernels, Resettable, Stoppable
 
 MICROBATCHES = 6
 Script = Callable[[Stoppable], Awaitable[list[dict]]]
@@ -179,12 +179,33 @@ def test_the_leader_killed_and_started_again(check: Check) -> None:
     assert len(swarm.events("run")) == 3
 
 
-def test_a_kernel_that_raises_now_and_then(check: Check) -> None:
+def test_all_streams_of_a_replica_are_reset(check: Check) -> None:
+    """Whatever they carried: it is the same process, and serves again within the run."""
+
     async def script(swarm: Stoppable) -> list[dict]:
-        await swarm.until(lambda: len(swarm.events("failed")) >= 2, "two failures")
+        assert isinstance(swarm, Resettable)
+        for _ in range(2):
+            await swarm.within_a_step()
+            before = len(swarm.events("left"))
+            swarm.reset("1b")
+            await swarm.until(lambda: len(swarm.events("left")) > before, "the end to be noticed")  # noqa: B023
+            await swarm.until(lambda: swarm.num_serving(1) == 2, "its return")
+            await swarm.until_step(2)
+        return []
+
+    swarm = check({0: 1, 1: 2}, script, Resettable)
+    assert swarm.processes["1b"].log.read_text().count("serving stage 1") == 3
+
+
+def test_kernels_that_raise_or_give_nan_now_and_then(check: Check) -> None:
+    def reasons(swarm: Stoppable) -> str:
+        return "".join(event["reason"] for event in swarm.events("failed"))
+
+    async def script(swarm: Stoppable) -> list[dict]:
+        for what in ("a kernel has failed", "no number"):
+            await swarm.until(lambda: reasons(swarm).count(what) >= 2, f"{what}, twice")  # noqa: B023
         await swarm.until_step(1)
         return []
 
-    swarm = check({0: 1, 1: 2}, script, RaisingKernel)
-    assert all("a kernel has failed" in event["reason"] for event in swarm.events("failed"))
+    swarm = check({0: 1, 1: 2}, script, FailingKernels)
     assert all(process.alive or process.code == 0 for process in swarm.processes.values())

@@ -12,6 +12,7 @@ from peer.local_server import _children_of
 from peer.places import tcp_ports
 from peer.serve import LAST_SWARM
 from tests.process.forks import Command, Forks, toml
+from tests.process.small_disk import fill, make_room, small_disk
 
 LOCAL = ("--listen", "/ip4/127.0.0.1/tcp/0")
 
@@ -132,6 +133,40 @@ def test_a_leader_that_comes_back_at_another_port_is_found(forks: Forks, tmp_pat
     leader.signal(signal.SIGINT)
     assert leader.code() == 130, leader
     assert leader.err == ""
+
+
+def test_full_disks_lose_nothing(forks: Forks, tmp_path: Path) -> None:
+    """A volunteer's is no reason to stop: it cannot even note where the swarm is now. A leader that
+    cannot write its vote ends in one line, and with room again goes on from where it was."""
+    run = toml(tmp_path / "run.toml", steps=25, stages=2)
+    with (
+        small_disk(tmp_path / "small", kib=64) as home,
+        small_disk(tmp_path / "large", kib=16 << 10) as runs,
+    ):
+        lead = ("train", run, *LOCAL, "--dir", runs / "run")
+        leader = forks.swarm(*lead)
+        peers = [join(forks, leader.link, "--stage", "0", "--data-dir", str(home / "peer"))]
+        peers[0].says("serving stage 0")
+        fill(home)
+        peers += [join(forks, leader.link, "--stage", "1")]
+        leader.says("step 2 ")
+        fill(runs)
+        assert leader.code() == 6, leader
+        assert leader.err.startswith("error: cannot write "), leader
+        assert "No space left on device - free some space" in leader.err
+        assert leader.err.count("\n") == 1, leader
+        make_room(runs)
+        for peer in peers:
+            peer.says("lost the leader, looking for it")
+        leader = forks.swarm(*lead, "--report", "report.jsonl")
+        leader.says("going on after ")
+        for command in (leader, *peers):
+            assert command.code() == 0, command
+            assert command.err == "", command
+    final = json.loads((tmp_path / "report.jsonl").read_text().splitlines()[-1])
+    baseline = forks.swarm("baseline", run)
+    assert baseline.code() == 0, baseline
+    assert f"25 steps, sha256 {final['sha256']}" in baseline.out
 
 
 def test_who_has_lost_its_network_daemon_says_so_and_ends(forks: Forks, tmp_path: Path) -> None:

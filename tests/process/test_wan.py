@@ -1,4 +1,4 @@
-"""libp2p between homes that are a real delay apart: what loopback cannot show.
+"""Machines of their own, a real network or a real delay apart: what loopback cannot show.
 
 Needs root for network namespaces (`benchmarks/wan`).
 """
@@ -6,6 +6,7 @@ Needs root for network namespaces (`benchmarks/wan`).
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -16,8 +17,11 @@ import pytest
 LAB = Path(__file__).parents[2] / "benchmarks" / "wan"
 sys.path.insert(0, str(LAB))  # its files are scripts, and import each other as such
 
-from _lab import Lab  # noqa: E402
+from _lab import Host, Lab  # noqa: E402
 from _namespaces import LabError, require_root  # noqa: E402
+
+from tests.process.forks import Forks, toml  # noqa: E402
+from tests.process.test_lan import needs_lan  # noqa: E402
 
 DIALLER = str(Path(__file__).with_name("dialler.py"))
 MEETINGS = 4  # with port reuse, about every other one failed
@@ -62,3 +66,43 @@ def test_two_that_dial_each_other_at_the_same_moment_both_arrive() -> None:
                 for peer in peers:
                     peer.kill()
                     peer.wait()
+
+
+@needs_lan
+def test_a_run_is_joined_by_who_finds_it_on_the_local_network(forks: Forks, tmp_path: Path) -> None:
+    """Two machines, and no link told from one to the other."""
+    run = toml(tmp_path / "run.toml", steps=3, stages=1)
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(host: Host, program: str, *options: str | Path) -> Path:
+        """What it says goes to the file."""
+        log = tmp_path / f"{program}.log"
+        with log.open("wb") as output:
+            process = lab.run(
+                host,
+                [str(Path(sys.executable).with_name(program)), *map(str, options)],
+                cwd=tmp_path,
+                env={**os.environ, **forks.environment},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        started.append(process)
+        return log
+
+    def ended() -> bool:
+        return all(process.poll() is not None for process in started)
+
+    with Lab("lan", 2) as lab:
+        try:
+            leader = start(lab.hosts[0], "swarm", "train", run, "--lan")
+            forks.until(lambda: "--join swarm://" in leader.read_text() or ended(), "a run")
+            peer = start(lab.hosts[1], "swarm-peer", "--lan")
+            forks.until(ended, "the end of both")
+        finally:
+            for process in started:
+                process.kill()
+                process.wait()
+    said = leader.read_text() + peer.read_text()
+    assert [process.returncode for process in started] == [0, 0], said
+    assert "finished: 3 steps" in said
+    assert "serving stage 0" in said
