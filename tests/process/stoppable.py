@@ -55,6 +55,11 @@ class Stoppable(LocalSwarm):
         except TimeoutError:
             raise AssertionError(f"waited for {what}; {self.status()}") from None
 
+    async def until_said(self, name: str, line: str, times: int) -> None:
+        """Until a peer has said that so many times."""
+        log = self.processes[name].log
+        await self.until(lambda: log.read_text().count(line) >= times, f"{line!r} of {name}")
+
     async def until_step(self, more: int) -> None:
         """Until so many more steps are committed."""
         goal = self.step + more
