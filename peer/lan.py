@@ -53,14 +53,15 @@ async def find_on_lan(
     """Join links of the runs announced on this network, each peer's identity checked.
 
     With a `run_id`, links of that run only. Returns soon after the first is found, and an empty
-    list after `timeout_s`. Raises ConfigError when the extra is missing. Leaves no process.
+    list when it has looked for `timeout_s`. Raises ConfigError when the extra is missing. Leaves no
+    process.
     """
     require_lan()
     command = ["find", *(["--run", run_id] if run_id else []), *_options("--interface", interfaces)]
     helper = await _start(command)
     found: dict[str, dict[str, None]] = {}
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout_s
+    deadline = loop.time() + _START_S
     try:
         while (remaining := deadline - loop.time()) > 0:
             try:
@@ -70,6 +71,8 @@ async def find_on_lan(
                 break
             if message is None:
                 break
+            if message.get("looking"):
+                deadline = loop.time() + timeout_s
             if isinstance(message.get("run"), str) and isinstance(message.get("addresses"), list):
                 with contextlib.suppress(JoinError):
                     link = parse_link(format_link(message["run"], map(str, message["addresses"])))
@@ -222,6 +225,7 @@ def _announce(run_id: str, addresses: Sequence[str], interfaces: Sequence[str]) 
 
 
 def _find(run_id: str | None, interfaces: Sequence[str]) -> None:
+    import libp2p  # noqa: F401 - takes seconds, which are not to go off the search
     from zeroconf import ServiceBrowser, ServiceStateChange
 
     done = threading.Event()
@@ -234,6 +238,7 @@ def _find(run_id: str | None, interfaces: Sequence[str]) -> None:
             names.put(name)
 
     ServiceBrowser(zeroconf, SERVICE, handlers=[changed])
+    _say({"looking": True})
     seen: dict[tuple[str, str], float] = {}
     while not done.is_set():
         try:

@@ -127,9 +127,7 @@ class Trainer(Generic[T]):
             self.leader = self._leading = None
             # Its replicas must look for the new leader: nothing else tells them.
             for member in leader.members:
-                channel = self.links.open_channel(member.incarnation)
-                if channel is not None:
-                    channel.end("this trainer does not lead any more")
+                self.links.end_channels(member.incarnation, "this trainer does not lead any more")
             await leader.aclose()
 
     async def _run_lead(self, leader: Leader) -> T:

@@ -14,15 +14,29 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from _lab import Host, Lab
-from _namespaces import ip
+from _namespaces import DEVICE, entered, ip
 
 BLOCK = 1 << 16
 WARM_UP_SHARE = 0.4  # of the time of a measurement: slow start is not the line's rate
 PINGS = 10
 SECONDS = 1.5  # of a rate, where it only goes with another result
+
+
+class Traffic(NamedTuple):
+    """Bytes of IP packets."""
+
+    received: int
+    sent: int
+
+
+def traffic_of(host: Host) -> Traffic:
+    """What has passed the device of a host so far."""
+    with entered(host.namespace), open("/proc/thread-self/net/dev") as table:
+        counts = {name.strip(): each.split() for name, _, each in (x.partition(":") for x in table)}
+    return Traffic(int(counts[DEVICE][0]), int(counts[DEVICE][8]))
 
 
 def serve() -> None:

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from _helpers import print_results, result
 from _lab import FORKED, Lab
-from _measured import given, said
+from _measured import given, said, traffic_of
 from _namespaces import DEVICE, LabError
 from _profiles import PROFILES, Profile
 from all_reduce import Members
@@ -49,8 +49,10 @@ def start(lab: Lab) -> Members:
 def measure(
     profile: str, num: int, congestion: str, options: argparse.Namespace
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Median seconds by side; what the lab gave, and what the hub says of itself."""
+    """Median seconds by side, and of its uplink busy as `SIDE busy`; what the lab gave, and what
+    the hub says of itself."""
     taken: dict[str, list[float]] = {"ours": [], "gloo": []}
+    busy: dict[str, list[float]] = {f"{side} busy": [] for side in taken}
     lab = Lab(profile, num, congestion=congestion)
     with lab:
         lines = given(lab)
@@ -59,13 +61,25 @@ def measure(
             for trial in range(options.rounds + 1):  # the first opens connections
                 for side, seconds in taken.items():
                     elements = options.mb * 1_000_000 // 4
+                    before = [traffic_of(host).sent for host in lab.hosts]
                     took = members.round(side=side, num_elements=elements, accumulate="float32")
                     if trial:
                         seconds.append(took)
+                        busy[f"{side} busy"].append(busiest_s(lab, before))
         finally:
             members.close()
-        medians = {side: statistics.median(seconds) for side, seconds in taken.items()}
+        found = {**taken, **busy}
+        medians = {name: statistics.median(seconds) for name, seconds in found.items()}
         return medians, {"lines": lines, "hub": lab.close()}
+
+
+def busiest_s(lab: Lab, before: list[int]) -> float:
+    """Seconds of the uplink's rate that the busiest host has sent since; 0 on a bridge."""
+    sent = zip(lab.hosts, before, strict=True)
+    return max(
+        8 * (traffic_of(host).sent - bytes_before) / host.home.up_bps if host.home else 0.0
+        for host, bytes_before in sent
+    )
 
 
 def least_s(lab: Profile, num: int, mb: float) -> float:
@@ -84,7 +98,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     results = []
-    print("profile   TCP    members   ours s   gloo s   ours/gloo   least possible s")
+    print("profile   TCP    members   ours s (busy)   gloo s (busy)   ours/gloo   payload alone s")
     for profile in options.profiles:
         for num in options.members:
             for congestion in options.congestion:
@@ -92,8 +106,10 @@ def main() -> None:
                 ours, gloo = medians["ours"], medians["gloo"]
                 least = least_s(PROFILES[profile], num, options.mb)
                 print(
-                    f"{profile:9} {congestion:6} {num:7} {ours:8.2f} {gloo:8.2f}"
-                    f" {ours / gloo:10.2f}x {least:12.2f}   {said(lab['lines'])}; hub {lab['hub']}",
+                    f"{profile:9} {congestion:6} {num:7}"
+                    f" {ours:8.2f} ({medians['ours busy']:.2f}) {gloo:8.2f}"
+                    f" ({medians['gloo busy']:.2f}) {ours / gloo:10.2f}x {least:12.2f}  "
+                    f" {said(lab['lines'])}; hub {lab['hub']}",
                     flush=True,
                 )
                 name = f"{profile}, {num} members, {options.mb} MB, {congestion}"
@@ -101,6 +117,8 @@ def main() -> None:
                     result(f"all-reduce / gloo, {name}", ours / gloo, "x", GOAL, at_most=True),
                     result(f"all-reduce, {name}", ours, "s"),
                     result(f"gloo, {name}", gloo, "s"),
+                    result(f"uplink busy, all-reduce, {name}", medians["ours busy"], "s"),
+                    result(f"uplink busy, gloo, {name}", medians["gloo busy"], "s"),
                     result(f"least possible, {name}", least, "s"),
                 ]
                 results += [{**each, "lab": lab} for each in found]

@@ -26,10 +26,10 @@ from typing import Any, NamedTuple, get_args
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from _helpers import end_politely, print_results, result
-from _lab import Host, Lab
+from _lab import Lab
 from _lab_swarm import lab_swarm
-from _measured import given, said
-from _namespaces import DEVICE, LabError, entered
+from _measured import Traffic, given, said, traffic_of
+from _namespaces import LabError
 from convergence import MICROBATCH_TOKENS, STAGES, sections
 
 from swarm.averaging.plan import make_plan
@@ -49,26 +49,12 @@ BESIDE = "bfloat16"
 HIDDEN, MICROBATCHES, WARM_UP_STEPS, LIMIT_S = 128, 16, 2, 600.0
 
 
-class Traffic(NamedTuple):
-    """Bytes of IP packets."""
-
-    received: int
-    sent: int
-
-
 class Counted(NamedTuple):
     """By host of a peer what the kernel counted, and what the leader reports of all boundaries."""
 
     hosts: list[Traffic]
     reported: list[Mapping[str, Any]]
     lines: list[dict[str, Any]]  # what the lab gave before
-
-
-def traffic_of(host: Host) -> Traffic:
-    """What has passed the device of a host so far."""
-    with entered(host.namespace), open("/proc/thread-self/net/dev") as table:
-        counts = {name.strip(): each.split() for name, _, each in (x.partition(":") for x in table)}
-    return Traffic(int(counts[DEVICE][0]), int(counts[DEVICE][8]))
 
 
 def config_of(

@@ -118,6 +118,13 @@ class Links:
                 return channel
         return None
 
+    def end_channels(self, incarnation: str, why: str) -> None:
+        """End every channel to that incarnation: there are two where both dialled at once, and what
+        waits over the one that is not found would wait for ever."""
+        for channel in dict.fromkeys((*self._running, *self._channels.values())):
+            if channel.incarnation == incarnation:
+                channel.end(why)
+
     @property
     def sending(self) -> bool:
         """Whether tensors wait to be sent, or are being sent, on any channel."""

@@ -27,8 +27,8 @@ def small_disk(path: Path, kib: int) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> None:
-    """Leave no room at all."""
-    with contextlib.suppress(OSError), (disk / BALLAST).open("wb", buffering=0) as ballast:
+    """Leave no room at all; again where some has become free."""
+    with contextlib.suppress(OSError), (disk / BALLAST).open("ab", buffering=0) as ballast:
         while True:
             ballast.write(bytes(4096))
 

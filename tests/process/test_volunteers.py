@@ -150,7 +150,12 @@ def test_full_disks_lose_nothing(forks: Forks, tmp_path: Path) -> None:
         fill(home)
         peers += [join(forks, leader.link, "--stage", "1")]
         leader.says("step 2 ")
-        fill(runs)
+
+        def full() -> bool:
+            fill(runs)  # what was being written may give way to it
+            return not leader.child.alive
+
+        forks.until(full, "the end of the leader")
         assert leader.code() == 6, leader
         assert leader.err.startswith("error: cannot write "), leader
         assert "No space left on device - free some space" in leader.err

@@ -100,10 +100,21 @@ class EpochSwarm(Swarm):
                 self.later(self.back_s, self.restart, name, stage)
 
 
-def swarm_of(trainers: tuple[str, ...] = ALONE, **more: Any) -> EpochSwarm:
-    return EpochSwarm(
-        num_stages=3, replicas=(2, 1, 2), plan=plan(4, STEPS), trainer_ids=trainers, **more
-    )
+class ConnectedTwice(EpochSwarm):
+    """The leader and each replica have two channels, as where both dialled at once; what a replica
+    joined over is not the one that its leader finds."""
+
+    async def at_record(self, leader: Leader) -> None:
+        await super().at_record(leader)
+        if leader.next_step == 2 and not self.deaths:
+            for member in leader.members:
+                await leader.links._dial(member.incarnation, ())
+
+
+def swarm_of(
+    trainers: tuple[str, ...] = ALONE, kind: type[EpochSwarm] = EpochSwarm, **more: Any
+) -> EpochSwarm:
+    return kind(num_stages=3, replicas=(2, 1, 2), plan=plan(4, STEPS), trainer_ids=trainers, **more)
 
 
 def run_exactly(swarm: EpochSwarm, *, surely: bool = True) -> None:
@@ -124,6 +135,14 @@ def test_all_replicas_of_a_stage_die(point: str, stage: int, trainers: tuple[str
     run_exactly(swarm)
     assert swarm.epochs == [(1, 2)]
     assert stage in swarm.paused
+
+
+@pytest.mark.parametrize("trainers", [ALONE, TRAINERS], ids=["one", "three"])
+def test_who_is_connected_twice_comes_back_too(trainers: tuple[str, ...]) -> None:
+    swarm = swarm_of(trainers, ConnectedTwice)
+    swarm.lost, swarm.point, swarm.step = 2, "backward", 3
+    run_exactly(swarm)
+    assert swarm.epochs == [(1, 2)]
 
 
 def test_everybody_dies() -> None:
