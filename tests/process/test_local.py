@@ -110,6 +110,19 @@ async def until(condition: Callable[[], Any], seconds: float = 10.0) -> None:
 # ---- a real swarm -------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (6, 2), (8, 2)])
+def test_the_peers_of_a_machine_share_its_cores(
+    config: Callable[[int], RunConfig],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    cores: int,
+    threads: int,
+) -> None:
+    monkeypatch.setattr("peer.local.num_cores", lambda: cores)
+    swarm = local_stand_ins.StandIns(config(3), tmp_path / "run", peers={0: 2, 1: 1})
+    assert swarm.threads == threads
+
+
 def test_two_stages_train_exactly_and_leave_nothing(
     tmp_path: Path, config: Callable[[int], RunConfig], sockets: Path
 ) -> None:

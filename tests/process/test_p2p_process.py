@@ -55,6 +55,20 @@ def child(sockets_in: Path) -> Iterator[tuple[subprocess.Popen[str], str, int]]:
     process.stdout.close()
 
 
+def test_peers_are_told_what_is_announced(sockets_in: Path) -> None:
+    """And nothing else, as where a router forwards a port."""
+
+    async def main() -> None:
+        transport = await Libp2pTransport.create(announce=["/ip4/192.0.2.7/tcp/4001"])
+        try:
+            expected = f"/ip4/192.0.2.7/tcp/4001/p2p/{transport.peer_id}"
+            assert transport.addresses == (expected,)
+        finally:
+            await transport.close()
+
+    asyncio.run(main())
+
+
 def wait_for_end_of(pid: int) -> None:
     """The daemon of a killed process ends by itself; 1 to 3 s is what it takes."""
     try:

@@ -60,7 +60,7 @@ def test_volunteers_outlive_the_leader(forks: Forks, tmp_path: Path) -> None:
     leader.says("going on after ")
     early.says("serving stage ", served + 1)  # it may have been moved meanwhile
 
-    late = join(forks, link, "--stage", str(last))
+    late = join(forks, link, "--stage", str(last), "--memory", "1")
     late.says("downloading 100 %")
     late.says(f"serving stage {last}")
     of_link = forks.swarm("status", link, "--json")
