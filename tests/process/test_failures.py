@@ -196,12 +196,12 @@ def test_all_streams_of_a_replica_are_reset(check: Check) -> None:
 
 
 def test_kernels_that_raise_or_give_nan_now_and_then(check: Check) -> None:
-    def reasons(swarm: Stoppable) -> str:
-        return "".join(event["reason"] for event in swarm.events("failed"))
-
     async def script(swarm: Stoppable) -> list[dict]:
-        for what in ("a kernel has failed", "no number"):
-            await swarm.until(lambda: reasons(swarm).count(what) >= 2, f"{what}, twice")  # noqa: B023
+        def both_twice() -> bool:
+            reasons = "".join(event["reason"] for event in swarm.events("failed"))
+            return min(reasons.count(each) for each in ("a kernel has failed", "no number")) >= 2
+
+        await swarm.until(both_twice, "two failures of each kind")
         await swarm.until_step(1)
         return []
 

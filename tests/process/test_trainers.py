@@ -118,7 +118,9 @@ def test_a_leader_that_was_frozen_stands_by_when_it_wakes(forks: Forks, tmp_path
     assert "standing by: another trainer leads" in run.first.out
     assert "another trainer led the run to its end" in run.first.out
     run.say_finished(*NAMES)
-    assert run.steps_of("one") == led
+    # What the others had accepted before it froze is committed: it may hear so when it wakes.
+    steps = run.steps_of("one")
+    assert steps in (led, [*led, led[-1] + 1])
     later = [step for name in NAMES[1:] for step in run.steps_of(name)]
-    assert len(set(later)) == len(later)
-    assert min(later) in (led[-1] + 1, led[-1] + 2)  # between them one that was completed
+    assert len({*steps, *later}) == len(steps) + len(later)
+    assert min(later) in (steps[-1] + 1, steps[-1] + 2)  # between them one that was completed

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.process.forks import Forks, toml
+from tests.process.test_lan import needs_lan
+
 LAB = Path(__file__).parents[2] / "benchmarks" / "wan"
 sys.path.insert(0, str(LAB))  # its files are scripts, and import each other as such
 
 from _lab import Host, Lab  # noqa: E402
 from _namespaces import LabError, require_root  # noqa: E402
-
-from tests.process.forks import Forks, toml  # noqa: E402
-from tests.process.test_lan import needs_lan  # noqa: E402
 
 DIALLER = str(Path(__file__).with_name("dialler.py"))
 MEETINGS = 4  # with port reuse, about every other one failed
