@@ -8,6 +8,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INPUTS := pyproject.toml constraints.txt
 SIMULATED := tests/unit tests/conformance tests/protocol
+FAILURES := $(patsubst %,tests/process/test_%.py,failures partitions resume trainers volunteers)
 BENCH_LIMIT_S ?= 1800
 BENCHMARKS := $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
@@ -21,7 +22,7 @@ define install
 	@touch $(2)
 endef
 
-.PHONY: demo test test-simulated test-process lint bench bench-wan clean setup setup-test setup-lan
+.PHONY: demo test test-simulated test-failures test-process lint bench bench-wan clean setup setup-test setup-lan
 
 demo: .venv/.stamp
 	@$(BIN)/swarm demo
@@ -40,16 +41,21 @@ setup-lan: .venv/.stamp-lan
 .venv/.stamp-lan: $(INPUTS)
 	$(call install,[lan$(,)test],.venv/.stamp .venv/.stamp-test $@)
 
-test: test-simulated test-process
+test: test-simulated test-failures test-process
 
 # In memory, under virtual time: they share the cores.
 test-simulated: .venv/.stamp-test
 	@$(BIN)/python -m pytest -n 2 $(wildcard $(SIMULATED))
 
-# Real processes, real kills, real clocks: one after the other. tests/browser needs a Chromium on
-# PATH and tests/gpu a GPU; each says so and skips itself without one.
+# Real processes that are killed, frozen and cut off: they mostly wait for what others notice.
+test-failures: .venv/.stamp-test
+	@$(BIN)/python -m pytest -n 2 $(FAILURES)
+
+# Real processes and real clocks: one after the other. tests/browser needs a Chromium on PATH and
+# tests/gpu a GPU; each says so and skips itself without one.
 test-process: .venv/.stamp-test
-	@$(BIN)/python -m pytest $(wildcard tests/process tests/browser tests/gpu)
+	@$(BIN)/python -m pytest $(wildcard tests/process tests/browser tests/gpu) \
+	  $(addprefix --ignore=,$(FAILURES))
 
 lint: .venv/.stamp-test
 	@$(BIN)/ruff check --quiet .

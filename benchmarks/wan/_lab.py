@@ -100,6 +100,16 @@ class Lab:
         """Start a program in a host. Its files, and its Unix sockets, are this machine's."""
         return subprocess.Popen([sys.executable, str(FORKED), host.namespace, *command], **options)
 
+    def plug(self, host: Host, *, connected: bool) -> None:
+        """The cable of a host that hangs on the bridge; out of it, whatever is sent is lost."""
+        port = f"port{self.hosts.index(host)}"
+        ip("-n", self._bridge, "link", "set", port, "up" if connected else "down")
+
+    def part(self, one: Host, other: Host) -> None:
+        """From now on nothing of these two reaches the other."""
+        for here, there in ((one, other), (other, one)):
+            ip("-n", here.namespace, "route", "add", "blackhole", f"{there.address}/32")
+
     def _make(self, namespace: str) -> None:
         ip("netns", "add", namespace)
         self._made.append(namespace)

@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.process.forks import Forks
+from tests.process.lab import needs_root
+
+__all__ = ["needs_root"]
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from peer.local_process import Child, ForkServer
 from peer.local_warm_up import server_environment
+from tests.process.lab import Host, enter
 
 T = TypeVar("T")
 LIMIT_S = 90.0  # of anything a test waits for; reached only by a defect
@@ -116,13 +117,16 @@ class Forks:
 
         self.runner.run(wait())
 
-    def swarm(self, *args: str | Path, **environment: str) -> Command:
-        return self._start(("swarm", *map(str, args)), environment)
+    def swarm(self, *args: str | Path, host: Host | None = None, **environment: str) -> Command:
+        """Of a lab's `host`; without one, of this machine."""
+        return self._start(("swarm", *map(str, args)), host, environment)
 
-    def peer(self, *args: str | Path, **environment: str) -> Command:
-        return self._start(("swarm-peer", *map(str, args)), environment)
+    def peer(self, *args: str | Path, host: Host | None = None, **environment: str) -> Command:
+        return self._start(("swarm-peer", *map(str, args)), host, environment)
 
-    def _start(self, args: tuple[str, ...], environment: dict[str, str]) -> Command:
+    def _start(
+        self, args: tuple[str, ...], host: Host | None, environment: dict[str, str]
+    ) -> Command:
         self._count += 1
         logs = self.cwd / ".logs"
         error_file = logs / f"{self._count}.err"
@@ -132,7 +136,12 @@ class Forks:
             return await self.server.spawn(
                 args[0],
                 "tests.process.forks:command",
-                {"args": args, "cwd": str(self.cwd), "stderr": str(error_file)},
+                {
+                    "args": args,
+                    "cwd": str(self.cwd),
+                    "stderr": str(error_file),
+                    "namespace": host.namespace if host else "",
+                },
                 log=logs / f"{self._count}.out",
                 environment={**self.environment, **environment},
             )
@@ -175,6 +184,8 @@ def command(arguments: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -
     stderr = os.open(arguments["stderr"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     os.dup2(stderr, 2)
     os.close(stderr)
+    if arguments["namespace"]:  # while there is no other thread
+        enter(arguments["namespace"])
     torch.set_num_threads(1)
     program, *args = arguments["args"]
     sys.argv = [program, *args]

@@ -7,17 +7,74 @@ folder: how many times as long it takes from then on.
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from peer import local_entry, witness
+from peer.local import LEADER
+from swarm.net.identity import load_identity
+from swarm.net.links import peer_of
 from tests.process import stoppable
+from tests.process.stoppable import Stoppable
 
 COSTS = (1.0, 1.0, 4.0)  # of the stages
 UNIT_S = {"FORWARD": 0.015, "BACKWARD": 0.03}
 SLOWER = "slower"
 REST_S = 5.0  # who has moved stays for so long; the usual five minutes are longer than a test
+
+
+class Slowed(Stoppable):
+    leader_target = "tests.process.slowed:leader"
+    peer_target = "tests.process.slowed:peer"
+
+    def name_of(self) -> dict[str, str]:
+        """The processes that run, by peer id."""
+        keys = {
+            name: process.data_dir / "identity.key"
+            for name, process in self.processes.items()
+            if name != LEADER and process.alive
+        }
+        return {load_identity(key).peer_id: name for name, key in keys.items() if key.exists()}
+
+    def there(self, stage: int) -> list[str]:
+        """Who serves this stage, and none but this."""
+        return [name for name, stages in self.serving().items() if stages == {stage}]
+
+    def serving(self) -> dict[str, set[int]]:
+        """Stages by the name of the process: both, of a mover that its old stage still needs."""
+        names, found = self.name_of(), defaultdict[str, set[int]](set)
+        for row in self.status().get("replicas", []):
+            if row["standing"] == "serving" and peer_of(row["replica"]) in names:
+                found[names[peer_of(row["replica"])]].add(row["stage"])
+        return found
+
+    def settled(self, count: int) -> bool:
+        """Nobody is left but so many peers, nobody is under way, and the slowest stage is as fast
+        as the best assignment of one stage to each of them makes it."""
+        status, names = self.status(), self.name_of()
+        rows = status.get("replicas", [])
+        if any(row["standing"] != "serving" for row in rows):
+            return False
+        if {peer_of(row["replica"]) for row in rows} != set(names) or len(names) != count:
+            return False
+        placement = status["placement"]
+        return min(placement["stages"]) >= 0.95 * placement["best"]
+
+    def share_of(self, name: str, since: int) -> float:
+        """Of the routes drawn since, how many led through this peer."""
+        peer_id = load_identity(self.processes[name].data_dir / "identity.key").peer_id
+        routes = self.routes()[since:]
+        return sum(route[-1].startswith(peer_id) for route in routes) / len(routes)
+
+    def slow_down(self, name: str, factor: float) -> None:
+        """From now on it takes so many times as long."""
+        (self.processes[name].data_dir / SLOWER).write_text(str(factor))
+
+    def routes(self) -> list[list[str]]:
+        lines = witness.lines_of(self.run_dir / "peers" / LEADER / witness.FILE)
+        return [line["route"] for line in lines if line["point"] == "issue"]
 
 
 def leader(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:

@@ -58,7 +58,11 @@ class Stoppable(LocalSwarm):
     async def until_said(self, name: str, line: str, times: int) -> None:
         """Until a peer has said that so many times."""
         log = self.processes[name].log
-        await self.until(lambda: log.read_text().count(line) >= times, f"{line!r} of {name}")
+
+        def said() -> bool:
+            return log.exists() and log.read_text().count(line) >= times
+
+        await self.until(said, f"{line!r} of {name}")
 
     async def until_step(self, more: int) -> None:
         """Until so many more steps are committed."""

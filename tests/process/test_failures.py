@@ -16,16 +16,17 @@ import pytest
 
 from peer.chaos import baseline_sha256
 from peer.launch import stamp
-from peer.local import LEADER
+from peer.local import LEADER, LocalProcess
 from peer.local_server import _children_of
 from peer.witness import FILE, audit, lines_of, records_on_disk
 from swarm.config import load_config
 from swarm.net.channel import SILENCE_S
 from swarm.net.identity import load_identity
+from tests.process.doomed import DONOR, LIAR, MOMENTS, RECOMPUTED, Doomed, Forgetful
 from tests.process.forks import Forks, toml
+from tests.process.slowed import Slowed
 from tests.process.stoppable import FailingKernels, Resettable, Stoppable
 
-MICROBATCHES = 6
 Script = Callable[[Stoppable], Awaitable[list[dict]]]
 
 
@@ -34,11 +35,18 @@ class Check:
         self.forks, self.where = forks, where
 
     def __call__(
-        self, peers: dict[int, int], script: Script, kind: type[Stoppable] = Stoppable
+        self,
+        peers: dict[int, int],
+        script: Script,
+        kind: type[Stoppable] = Stoppable,
+        *,
+        microbatches: int = 6,
     ) -> Stoppable:
         """Train under the script, then hold the run against its baseline and its books."""
         identity = load_identity(self.where / "identity.key")
         path = toml(self.where / "run.toml", steps=100_000, stages=len(peers))
+        text = path.read_text()
+        path.write_text(text.replace("microbatches = 6", f"microbatches = {microbatches}"))
         config = stamp(load_config(path), identity.peer_id, self.where / "cache")
         swarm = kind(
             config,
@@ -67,7 +75,7 @@ class Check:
             swarm.run_dir,
             num_steps=report["steps"],
             num_stages=len(peers),
-            num_microbatches=MICROBATCHES,
+            num_microbatches=microbatches,
             extra_records=records,
         )
         assert books.clean, books
@@ -207,3 +215,72 @@ def test_kernels_that_raise_or_give_nan_now_and_then(check: Check) -> None:
 
     swarm = check({0: 1, 1: 2}, script, FailingKernels)
     assert all(process.alive or process.code == 0 for process in swarm.processes.values())
+
+
+def test_killed_at_each_moment_of_its_work(check: Check) -> None:
+    """One after the other joins stage 0, and dies at another point of its work."""
+
+    async def script(swarm: Stoppable) -> list[dict]:
+        assert isinstance(swarm, Doomed)
+        for moment in MOMENTS:
+            peer = await swarm.add_doomed(0, moment)
+            assert await swarm.ended(peer.name) == -signal.SIGKILL, moment
+            await swarm.until_step(1)
+        return []
+
+    check({0: 1, 1: 1}, script, Doomed)
+
+
+def test_donors_that_lie_or_die(check: Check) -> None:
+    async def script(swarm: Stoppable) -> list[dict]:
+        assert isinstance(swarm, Doomed)
+        for fate in (LIAR, DONOR):
+            donor = await swarm.add_doomed(1, fate)
+            await swarm.until_said(donor.name, "serving stage 1", 1)
+
+            def over(donor: LocalProcess = donor, fate: str = fate) -> bool:
+                return bool(swarm.events("bad_chunk")) if fate == LIAR else not donor.alive
+
+            while not over():  # a joiner may have got all it needed from the others
+                joiner = await swarm.add_peer(1)
+                await swarm.until_said(joiner.name, "serving stage 1", 1)
+        await swarm.until_step(1)
+        return []
+
+    swarm = check({0: 1, 1: 1}, script, Doomed)
+    (liar,) = {event["replica"].partition("#")[0] for event in swarm.events("bad_chunk")}
+    assert liar == load_identity(swarm.processes["1b"].data_dir / "identity.key").peer_id
+
+
+def test_answers_that_were_evicted_are_computed_again(check: Check) -> None:
+    """The next stage dies with what it has counted, and the stage before has nothing to repeat."""
+
+    async def script(swarm: Stoppable) -> list[dict]:
+        again, victim = swarm.processes["0a"].data_dir / RECOMPUTED, "1b"
+        while True:  # until one dies that has counted something of a step under way
+            await swarm.within_a_step()
+            swarm.kill_peer(victim)
+            await swarm.ended(victim)
+            await swarm.until_step(1)
+            if again.read_text():
+                return []
+            victim = (await swarm.add_peer(1)).name
+            await swarm.until_said(victim, "serving stage 1", 1)
+
+    check({0: 1, 1: 2}, script, Forgetful)
+
+
+def test_ten_times_slower_than_its_twin_is_not_dead(check: Check) -> None:
+    """It gets about a tenth of the work, and stays."""
+
+    async def script(swarm: Stoppable) -> list[dict]:
+        assert isinstance(swarm, Slowed)
+        swarm.slow_down("1b", 10.0)
+        await swarm.until_step(2)
+        since = len(swarm.routes())
+        await swarm.until_step(4)
+        assert 0.03 < swarm.share_of("1b", since) < 0.2  # 1/11 would be even
+        assert swarm.events("left") == swarm.events("expelled") == []
+        return []
+
+    check({0: 1, 1: 2}, script, Slowed, microbatches=24)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import signal
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from peer import witness
 from peer.chaos import baseline_sha256
 from peer.launch import stamp
 from peer.local import LEADER
@@ -16,7 +14,7 @@ from swarm.config import load_config
 from swarm.net.identity import load_identity
 from swarm.net.links import peer_of
 from tests.process.forks import Forks, toml
-from tests.process.slowed import SLOWER
+from tests.process.slowed import Slowed
 from tests.process.stoppable import Stoppable
 
 PEERS = 5
@@ -156,58 +154,6 @@ def test_up_has_its_peers_hold_second_stages(forks: Forks, tmp_path: Path) -> No
         up.says(f"is to hold stage {stage} besides")
     up.signal(signal.SIGINT)
     assert up.code() == 130, up
-
-
-class Slowed(Stoppable):
-    leader_target = "tests.process.slowed:leader"
-    peer_target = "tests.process.slowed:peer"
-
-    def name_of(self) -> dict[str, str]:
-        """The processes that run, by peer id."""
-        keys = {
-            name: process.data_dir / "identity.key"
-            for name, process in self.processes.items()
-            if name != LEADER and process.alive
-        }
-        return {load_identity(key).peer_id: name for name, key in keys.items() if key.exists()}
-
-    def there(self, stage: int) -> list[str]:
-        """Who serves this stage, and none but this."""
-        return [name for name, stages in self.serving().items() if stages == {stage}]
-
-    def serving(self) -> dict[str, set[int]]:
-        """Stages by the name of the process: both, of a mover that its old stage still needs."""
-        names, found = self.name_of(), defaultdict[str, set[int]](set)
-        for row in self.status().get("replicas", []):
-            if row["standing"] == "serving" and peer_of(row["replica"]) in names:
-                found[names[peer_of(row["replica"])]].add(row["stage"])
-        return found
-
-    def settled(self, count: int) -> bool:
-        """Nobody is left but so many peers, nobody is under way, and the slowest stage is as fast
-        as the best assignment of one stage to each of them makes it."""
-        status, names = self.status(), self.name_of()
-        rows = status.get("replicas", [])
-        if any(row["standing"] != "serving" for row in rows):
-            return False
-        if {peer_of(row["replica"]) for row in rows} != set(names) or len(names) != count:
-            return False
-        placement = status["placement"]
-        return min(placement["stages"]) >= 0.95 * placement["best"]
-
-    def share_of(self, name: str, since: int) -> float:
-        """Of the routes drawn since, how many led through this peer."""
-        peer_id = load_identity(self.processes[name].data_dir / "identity.key").peer_id
-        routes = self.routes()[since:]
-        return sum(route[-1].startswith(peer_id) for route in routes) / len(routes)
-
-    def slow_down(self, name: str, factor: float) -> None:
-        """From now on it takes so many times as long."""
-        (self.processes[name].data_dir / SLOWER).write_text(str(factor))
-
-    def routes(self) -> list[list[str]]:
-        lines = witness.lines_of(self.run_dir / "peers" / LEADER / witness.FILE)
-        return [line["route"] for line in lines if line["point"] == "issue"]
 
 
 def test_six_settle_two_die_and_one_slows_down(forks: Forks, tmp_path: Path) -> None:

@@ -4,25 +4,42 @@ bit; one that wakes leads no more."""
 from __future__ import annotations
 
 import json
+import shutil
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgpack
+
 from swarm.net.identity import load_identity
 from tests.process.forks import Command, Forks, toml
+from tests.process.lab import Host, listen_in
 
-LOCAL = ("--listen", "/ip4/127.0.0.1/tcp/0")
 NAMES = ("one", "two", "three")
 
 
 class Trainers:
-    """A run with three trainers, of which `one` leads first, and a replica per stage."""
+    """A run with three trainers, of which `one` leads first, and a replica per stage.
 
-    def __init__(self, forks: Forks, where: Path, steps: int, extra: str = "") -> None:
+    With `hosts` that is where they run, and a replica per stage on each of those.
+    """
+
+    def __init__(
+        self,
+        forks: Forks,
+        where: Path,
+        steps: int,
+        extra: str = "",
+        *,
+        stages: int = 3,
+        hosts: Sequence[Host | None] = (None, None, None),
+    ) -> None:
         self.forks, self.where, self.steps = forks, where, steps
+        self.hosts = dict(zip(NAMES, hosts, strict=True))
         keys = {name: where / f"{name}.key" for name in NAMES}
         ids = [load_identity(keys[name]).peer_id for name in NAMES]
-        self.run = toml(where / "run.toml", steps=steps, extra=extra)
+        self.run = toml(where / "run.toml", steps=steps, stages=stages, extra=extra)
         text = self.run.read_text()
         self.run.write_text(text.replace("[run]", f"[run]\ntrainers = {json.dumps(ids)}", 1))
 
@@ -30,12 +47,17 @@ class Trainers:
         self.first = self.lead("one")
         link = self.first.link
         self.others = {name: self.lead(name, "--join", link) for name in NAMES[1:]}
-        self.peers = [forks.peer("--join", link, *LOCAL, "--stage", str(k)) for k in (0, 1, 2)]
+        self.peers = [
+            forks.peer("--join", link, *listen_in(host), "--stage", str(stage), host=host)
+            for host in dict.fromkeys(hosts)
+            for stage in range(stages)
+        ]
 
     def lead(self, name: str, *more: str) -> Command:
-        report = str(self.where / f"{name}.jsonl")
+        report, host = str(self.where / f"{name}.jsonl"), self.hosts[name]
         place = ("--identity", str(self.keys[name]), "--dir", str(self.where / name))
-        return self.forks.swarm("train", self.run, *LOCAL, *place, "--report", report, *more)
+        options = (*listen_in(host), *place, "--report", report, *more)
+        return self.forks.swarm("train", self.run, *options, host=host)
 
     def reported(self, name: str) -> list[dict[str, Any]]:
         return [
@@ -50,6 +72,10 @@ class Trainers:
         status: dict[str, Any] = json.loads((self.where / name / "status.json").read_text())
         return status
 
+    def vote_of(self, name: str) -> bytes:
+        """What its disk holds."""
+        return (self.where / name / "trainer" / "trainer.msgpack").read_bytes()
+
     def end(self, *commands: Command) -> None:
         """All of these end well, and what was trained is what one process trains."""
         for command in commands:
@@ -59,6 +85,15 @@ class Trainers:
         baseline = self.forks.swarm("baseline", self.run)
         assert baseline.code() == 0, baseline
         assert f"{self.steps} steps, sha256 {final['sha256']}" in baseline.out
+
+    def continue_after(self, name: str, led: Sequence[int]) -> None:
+        """The others went on from where a leader was when it had reported these steps."""
+        # What they had accepted by then is committed: it may hear so later.
+        steps = self.steps_of(name)
+        assert steps in (led, [*led, led[-1] + 1])
+        later = [step for other in NAMES if other != name for step in self.steps_of(other)]
+        assert len({*steps, *later}) == len(steps) + len(later)
+        assert min(later) in (steps[-1] + 1, steps[-1] + 2)  # between them one that was completed
 
     def say_finished(self, *names: str) -> None:
         """Whoever led last, and who stood by."""
@@ -118,9 +153,25 @@ def test_a_leader_that_was_frozen_stands_by_when_it_wakes(forks: Forks, tmp_path
     assert "standing by: another trainer leads" in run.first.out
     assert "another trainer led the run to its end" in run.first.out
     run.say_finished(*NAMES)
-    # What the others had accepted before it froze is committed: it may hear so when it wakes.
-    steps = run.steps_of("one")
-    assert steps in (led, [*led, led[-1] + 1])
-    later = [step for name in NAMES[1:] for step in run.steps_of(name)]
-    assert len({*steps, *later}) == len(steps) + len(later)
-    assert min(later) in (steps[-1] + 1, steps[-1] + 2)  # between them one that was completed
+    run.continue_after("one", led)
+
+
+def test_a_trainer_that_has_lost_its_disk_has_no_vote(forks: Forks, tmp_path: Path) -> None:
+    """It has forgotten what it promised. With it and another alive nobody leads; with the leader
+    of before, which has its disk, the run goes on."""
+    run = Trainers(forks, tmp_path, 40)
+    run.others["three"].says("standing by: another trainer leads")
+    disk = msgpack.unpackb(run.vote_of("three"))["disk"].encode()
+    forks.until(lambda: disk in run.vote_of("one") and disk in run.vote_of("two"), "its first vote")
+    run.others["three"].signal(signal.SIGKILL)
+    assert run.others["three"].code() == -signal.SIGKILL
+    shutil.rmtree(tmp_path / "three")
+    empty = run.lead("three", "--join", run.first.link)
+    empty.says("standing by: another trainer leads")
+    run.first.signal(signal.SIGKILL)
+    assert run.first.code() == -signal.SIGKILL
+    empty.says("this trainer does not count")
+    assert not run.steps_of("two")
+    again = run.lead("one")
+    run.end(again, empty, run.others["two"], *run.peers)
+    assert not run.steps_of("three")

@@ -15,24 +15,14 @@ from pathlib import Path
 import pytest
 
 from tests.process.forks import Forks, toml
+from tests.process.lab import Host, Lab
 from tests.process.test_lan import needs_lan
-
-LAB = Path(__file__).parents[2] / "benchmarks" / "wan"
-sys.path.insert(0, str(LAB))  # its files are scripts, and import each other as such
-
-from _lab import Host, Lab  # noqa: E402
-from _namespaces import LabError, require_root  # noqa: E402
 
 DIALLER = str(Path(__file__).with_name("dialler.py"))
 MEETINGS = 4  # with port reuse, about every other one failed
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _root() -> None:
-    try:
-        require_root()
-    except LabError as error:
-        pytest.skip(str(error))
+pytestmark = pytest.mark.usefixtures("needs_root")
 
 
 def test_two_that_dial_each_other_at_the_same_moment_both_arrive() -> None:

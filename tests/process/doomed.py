@@ -1,0 +1,158 @@
+"""Peers with a fate: they die, lie or forget where the test says, inside their own process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from peer import witness
+from peer.local import LocalProcess
+from peer.witness import Witness
+from tests.process.stoppable import Stoppable
+
+FATE = "fate"
+PROBED = {  # moments that the replica's own probe passes
+    "queued": "forward",
+    "waiting downstream": "sent",
+    "averaging": "average",
+    "prepared": "prepared",
+    "committing": "commit",
+}
+MOMENTS = (*PROBED, "in forward", "in backward", "joining")
+DONOR = "serving a snapshot"
+LIAR = "lying"  # as a donor
+FORGETFUL = "forgetful"  # it keeps no answer that it has counted
+RECOMPUTED = "recomputed"  # a forgetful one writes here what it computes again
+
+
+class Doomed(Stoppable):
+    """`add_doomed` starts a peer with a fate."""
+
+    peer_target = "tests.process.doomed:peer"
+    fates: ClassVar[Mapping[str, str]] = {}  # of the first ones, by name
+
+    def _new_peer(self, stage: int | None, threads: int | None) -> LocalProcess:
+        process = super()._new_peer(stage, threads)
+        _doom(process, self.fates.get(process.name, ""))
+        return process
+
+    async def add_doomed(self, stage: int, fate: str) -> LocalProcess:
+        process = self._new_peer(stage, None)
+        _doom(process, fate)
+        await self._start_peer(process)
+        return process
+
+
+def _doom(process: LocalProcess, fate: str) -> None:
+    process.data_dir.mkdir(parents=True, exist_ok=True)
+    (process.data_dir / FATE).write_text(fate)
+
+
+class Forgetful(Doomed):
+    """The only peer of stage 0 keeps no answer."""
+
+    fates: ClassVar = {"0a": FORGETFUL}
+
+
+def die(*_: Any, **__: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def peer(arguments: Any, tell: Any) -> int:
+    data_dir = Path(arguments["data_dir"])
+    fate = (data_dir / FATE).read_text()
+    if fate in PROBED:
+        return witness.peer(arguments, tell, _dying_at(PROBED[fate]))
+    if fate:
+        {
+            "in forward": _die_in_forward,
+            "in backward": _die_in_backward,
+            "joining": _die_joining,
+            DONOR: _die_as_donor,
+            LIAR: _lie,
+            FORGETFUL: _forget,
+        }[fate](data_dir)
+    return witness.peer(arguments, tell)
+
+
+def _dying_at(point: str) -> Any:
+    from peer.member import Member
+    from peer.run_peer import PeerProcess
+
+    def probe(passed: str, **facts: Any) -> None:
+        if passed == point:
+            die()
+
+    class DyingMember(Member):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "probe": probe})
+
+    class DyingPeer(PeerProcess):
+        member_type = DyingMember
+
+    return DyingPeer
+
+
+def _die_in_forward(data_dir: Path) -> None:
+    from peer.stage_server import StageServer
+
+    StageServer._run_forward = die  # type: ignore[method-assign]
+
+
+def _die_in_backward(data_dir: Path) -> None:
+    from peer.stage_server import StageServer
+
+    StageServer._run_backward = die  # type: ignore[method-assign]
+
+
+def _die_joining(data_dir: Path) -> None:
+    """With the first chunk of the state here."""
+    from peer.downloads import Download
+
+    Download._keep = die  # type: ignore[method-assign]
+
+
+def _die_as_donor(data_dir: Path) -> None:
+    """When it is asked for a chunk."""
+    from peer.snapshots import Donor
+
+    Donor._chunk = die  # type: ignore[method-assign]
+
+
+def _lie(data_dir: Path) -> None:
+    """Every chunk that it gives has other bytes than it has described."""
+    from peer.snapshots import Donor
+    from swarm.net.channel import Message
+    from swarm.wire.codecs import decode, encode
+
+    chunk: Callable[..., Any] = Donor._chunk
+
+    async def lie(self: Donor, *args: Any) -> Any:
+        message = await chunk(self, *args)
+        return Message(
+            message.body, [encode(decode(each) + 1.0, "raw") for each in message.tensors]
+        )
+
+    Donor._chunk = lie  # type: ignore[method-assign]
+
+
+def _forget(data_dir: Path) -> None:
+    from peer.kept import KeptAnswers
+    from peer.stage_server import StageServer
+
+    init: Callable[..., None] = KeptAnswers.__init__
+    recompute: Callable[..., Any] = StageServer._recompute
+    books = Witness(data_dir / RECOMPUTED)
+
+    def no_room(self: KeptAnswers, limit_bytes: int) -> None:
+        init(self, 1)
+
+    async def again(self: StageServer, part: Any, work: Any, *args: Any) -> Any:
+        books.write(RECOMPUTED, index=work.index)
+        return await recompute(self, part, work, *args)
+
+    KeptAnswers.__init__ = no_room  # type: ignore[method-assign]
+    StageServer._recompute = again  # type: ignore[method-assign]
