@@ -22,7 +22,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,15 +119,25 @@ def latest(run_dir: str | Path) -> Path | None:
     return next(iter(newest_first(run_dir)), None)
 
 
-def newest_first(run_dir: str | Path) -> list[Path]:
-    """The complete checkpoints of a run: those of later epochs first, then of later steps."""
+def newest_first(run_dir: str | Path, say: Callable[[str], None] = lambda line: None) -> list[Path]:
+    """The complete checkpoints of a run: those of later epochs first, then of later steps. `say`
+    gets a line for each that is not complete."""
     complete = []
     for path in _directories(Path(run_dir) / "checkpoints"):
-        with contextlib.suppress(DataError):
+        try:
             manifest = load_manifest(path)
-            if manifest["step"] == _step_of(path):
-                complete.append(((int(manifest.get("epoch", 0)), _step_of(path)), path))
+            if manifest["step"] != _step_of(path):
+                raise DataError(f"{path} holds step {manifest['step']}")
+        except DataError as error:
+            say(passed_over(path, error))
+        else:
+            complete.append(((int(manifest.get("epoch", 0)), _step_of(path)), path))
     return [path for _, path in sorted(complete, reverse=True)]
+
+
+def passed_over(path: Path, error: DataError) -> str:
+    """A line for people about a checkpoint that cannot be used."""
+    return f"passed over checkpoint {path.name}: {error.message}"
 
 
 def load_manifest(directory: str | Path) -> dict[str, Any]:
@@ -210,6 +220,8 @@ def _check(manifest: Any, directory: Path) -> None:
         name = entry["file"]
         if not _FILE.fullmatch(name):
             raise ValueError(f"{name!r} is no file name")
+        if not isinstance(entry["sha256"], str):
+            raise ValueError(f"it has no sha256 of {name}")
         size = (directory / name).stat().st_size
         if size != entry["bytes"]:
             raise ValueError(f"{name} has {size} bytes instead of {entry['bytes']}")

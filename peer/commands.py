@@ -340,7 +340,6 @@ def run_baseline(
 ) -> None:
     """`swarm baseline`: the oracle."""
     from peer.baseline import Baseline
-    from peer.export import find_checkpoint
     from peer.launch import (
         be_exact,
         choose_device,
@@ -350,7 +349,7 @@ def run_baseline(
         whole_model,
     )
     from peer.report import ReportWriter, final_report
-    from peer.resume import reader_of
+    from peer.resume import read_newest
     from peer.view import plain_line
 
     config = load_config(run)
@@ -371,7 +370,7 @@ def run_baseline(
             device=where,
         )
         if resume is not None:
-            whole = reader_of(find_checkpoint(resume), config, oracle.pipeline)
+            whole, _ = read_newest(resume, config, oracle.pipeline, print)
             oracle.resume(whole.snapshot(0))
             print(f"resuming from step {whole.step}")
         began, tokens = time.monotonic(), 0

@@ -60,14 +60,14 @@ class FileDisk:
     def _read(self, directory: Path) -> None:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            data = self._path.read_bytes() if self._path.exists() else b""
+            data = self._path.read_bytes() if self._path.exists() else None
         except BlockingIOError:
             raise StorageError(
                 f"another process leads with the data in {directory}", "stop it, or wait for it"
             ) from None
         except OSError as error:
             raise _unusable(directory, error) from None
-        if data:
+        if data is not None:  # an empty file is damage, and no new disk
             try:
                 value = msgpack.unpackb(data)
                 self.vote, self.id = Vote.unpack(value), str(value["disk"])

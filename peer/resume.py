@@ -61,6 +61,7 @@ class CheckpointReader:
         self.steps_in_flight = steps_in_flight
         self.manifest = checkpoints.load_manifest(directory)
         self.sha256 = hashlib.sha256((directory / checkpoints.MANIFEST).read_bytes()).hexdigest()
+        self._updates = self._read_updates()
         self._where: dict[str, int] = {}
         for entry in self.manifest["stages"]:
             for name in self._names_in(directory / entry["file"]):
@@ -71,6 +72,15 @@ class CheckpointReader:
     def step(self) -> int:
         step: int = self.manifest["step"]
         return step
+
+    def _read_updates(self) -> list[int]:
+        """Updates applied, by stage as it was written."""
+        try:
+            self.run_id = str(self.manifest["run_id"])
+            return [int(entry["meta"]["updates"]) for entry in self.manifest["stages"]]
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"checkpoint {self.directory} is damaged: its manifest lacks {error}"
+            raise DataError(what, "choose another") from None
 
     @staticmethod
     def _names_in(path: Path) -> list[str]:
@@ -102,7 +112,7 @@ class CheckpointReader:
         updates = set()
         for source in sorted({self._where[name] for name in layout.names}):
             parameters, states = self._read(source)
-            updates.add(self.manifest["stages"][source]["meta"]["updates"])
+            updates.add(self._updates[source])
             for name, view in layout.slices(tensors["parameters"]).items():
                 if name in parameters:
                     self._copy(name, parameters[name], view)
@@ -128,7 +138,7 @@ class CheckpointReader:
                         )
         if len(updates) != 1:
             raise DataError(f"the stages of {self.directory} do not belong together")
-        snapshot = Snapshot(self.step, int(updates.pop()), "", None, tensors)
+        snapshot = Snapshot(self.step, updates.pop(), "", None, tensors)
         snapshot.fingerprint = snapshot_mark(snapshot)
         return snapshot
 
@@ -180,7 +190,12 @@ class SavedStates:
 
     def _newest(self, record: Record | None) -> Origin:
         notes: list[str] = []
-        for path in checkpoints.newest_first(self.run_dir):
+
+        def note(line: str) -> None:
+            notes.append(line)
+            self.say(line)
+
+        for path in checkpoints.newest_first(self.run_dir, note):
             try:
                 reader = self._open(path)
                 if record is None or on_the_way(reader.manifest, record):
@@ -190,8 +205,7 @@ class SavedStates:
             except DamagedError:
                 raise
             except DataError as error:
-                notes.append(f"passed over checkpoint {path.name}: {error.message}")
-                self.say(notes[-1])
+                note(checkpoints.passed_over(path, error))
         if (self.run_dir / PARENT).exists():
             raise DataError(f"no checkpoint in {self.run_dir} can be read")
         self._must_be_newest(0, record)
@@ -247,24 +261,39 @@ def take_over(
     """
     if born_from(source, run_dir):
         source = run_dir
-    one = (source / checkpoints.MANIFEST).is_file()
-    choices = [source] if one else checkpoints.newest_first(source)
+    try:
+        reader, origin = read_newest(source, config, pipeline, say)
+    except DataError:
+        mine = source.resolve() == run_dir.resolve()
+        if mine and (source / "run.json").exists() and not (source / PARENT).exists():
+            return Origin(0)
+        raise
+    inside = reader.directory.resolve().parent == (run_dir / "checkpoints").resolve()
+    return origin if inside else _adopt(reader, run_dir, config)
+
+
+def read_newest(
+    source: Path,
+    config: RunConfig,
+    pipeline: ModelPipeline,
+    say: Callable[[str], None] = lambda line: None,
+) -> tuple[CheckpointReader, Origin]:
+    """A checkpoint; of a run directory, the newest that can be read, whole. Blocking.
+
+    `say` gets a line for each that is passed over. Raises DataError.
+    """
+    if (source / checkpoints.MANIFEST).is_file():
+        reader = reader_of(source, config, pipeline)
+        return reader, reader.origin()
+    run_dir = source.parent if source.name == "checkpoints" else source
     refused: DataError | None = None
-    for path in choices:
+    for path in checkpoints.newest_first(run_dir, say):
         try:
             reader = reader_of(path, config, pipeline)
-            origin = reader.origin()
+            return reader, reader.origin()
         except DataError as error:
-            if one:
-                raise
-            say(f"passed over checkpoint {path.name}: {error.message}")
+            say(checkpoints.passed_over(path, error))
             refused = error
-            continue
-        inside = path.resolve().parent == (run_dir / "checkpoints").resolve()
-        return origin if inside else _adopt(reader, run_dir, config)
-    mine = source.resolve() == run_dir.resolve()
-    if mine and (source / "run.json").exists() and not (source / PARENT).exists():
-        return Origin(0)
     if refused is not None:
         raise DataError(f"cannot go on from {source}: {refused.message}", refused.remedy)
     raise DataError(
@@ -293,7 +322,7 @@ def parent_of(run_dir: Path) -> dict[str, Any] | None:
 def _adopt(reader: CheckpointReader, run_dir: Path, config: RunConfig) -> Origin:
     """Copy a checkpoint into the run's own directory, cut as it is cut."""
     parent = {
-        "run_id": reader.manifest["run_id"],
+        "run_id": reader.run_id,
         "step": reader.step,
         "checkpoint": reader.sha256,
         "path": str(_run_of(reader.directory).resolve()),

@@ -36,11 +36,15 @@ class Follower:
         self._view, self._run_dir = view, run_dir
         self._events = EventTail(run_dir / "events.jsonl", from_end=True)
         self._finished = False
+        self._former = self._read()  # of the run's life before this one
+
+    def _read(self) -> Mapping[str, Any]:
+        return read_status(self._run_dir / "status.json") or {}
 
     def refresh(self) -> None:
         """Show what the run's files say."""
-        status = read_status(self._run_dir / "status.json")
-        if status:
+        status = self._read()
+        if status and status != self._former:
             self.show(status)
 
     def show(self, status: Mapping[str, Any]) -> None:

@@ -403,12 +403,9 @@ class TerminalView:
         self._print(clean(text, 4000))
 
     def _lines(self, status: Mapping[str, Any], events: Iterable[Mapping[str, Any]]) -> None:
-        state = (clean(status.get("state"), 20), clean(status.get("reason"), 300))
-        if state != self._state:
-            self._state = state
-            name, reason = state
-            parts = [reason] if reason.startswith(name) else [name, reason]
-            self._print(": ".join(part for part in parts if part))
+        over = status.get("state") == "finished"
+        if not over:
+            self._state_line(status)
         losses = losses_of(status)
         if self._last_step is None:  # of a run that has long been going on, only what is new
             self._last_step = losses[-1][0] - 1 if losses else -1
@@ -424,6 +421,16 @@ class TerminalView:
             if step > self._last_step:  # a step whose event did not reach us
                 self._last_step = step
                 self._print(plain_line({"step": step, "loss": loss}))
+        if over:  # after the last steps
+            self._state_line(status)
+
+    def _state_line(self, status: Mapping[str, Any]) -> None:
+        state = (clean(status.get("state"), 20), clean(status.get("reason"), 300))
+        if state != self._state:
+            self._state = state
+            name, reason = state
+            parts = [reason] if reason.startswith(name) else [name, reason]
+            self._print(": ".join(part for part in parts if part))
 
     def _print(self, text: str) -> None:
         if self.console.options.ascii_only:

@@ -13,8 +13,12 @@ a command would leave behind what it was writing.
 
 import os
 import signal
+import sys
+import threading
 
 INTERRUPTED = 130
+STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+AGAIN_S = 0.01
 _begun = False
 
 
@@ -38,9 +42,10 @@ def raise_interrupts() -> None:
     """From now on what asks the program to stop is a KeyboardInterrupt, but for signals that are
     ignored. Nothing where no program has begun."""
     if _begun:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in STOP:
             if signal.getsignal(number) in (_end, signal.SIG_DFL):
                 signal.signal(number, signal.default_int_handler)
+        sys.unraisablehook = _again_if_interrupted
 
 
 def _begin() -> None:
@@ -56,6 +61,18 @@ def _begin() -> None:
     # Importing torch makes a directory in /tmp, and leaves it there, unless told of another.
     with suppress(StorageError):  # a command that needs a home says so
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "torch"))
+
+
+def _again_if_interrupted(lost: "sys.UnraisableHookArgs") -> None:
+    """An interrupt is lost in what cannot raise, as a finalizer. It comes again once that is over,
+    from a thread: here it would be lost again."""
+    if not issubclass(lost.exc_type, KeyboardInterrupt):
+        sys.__unraisablehook__(lost)
+        return
+    main = threading.main_thread().ident
+    number = next((n for n in STOP if signal.getsignal(n) is not signal.SIG_IGN), None)
+    if main is not None and number is not None:
+        threading.Timer(AGAIN_S, signal.pthread_kill, (main, number)).start()
 
 
 def _end(number: int, frame: object) -> None:

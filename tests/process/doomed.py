@@ -15,13 +15,12 @@ from tests.process.stoppable import Stoppable
 
 FATE = "fate"
 PROBED = {  # moments that the replica's own probe passes
-    "queued": "forward",
     "waiting downstream": "sent",
     "averaging": "average",
     "prepared": "prepared",
     "committing": "commit",
 }
-MOMENTS = (*PROBED, "in forward", "in backward", "joining")
+MOMENTS = ("queued", "in forward", "in backward", *PROBED, "joining")
 DONOR = "serving a snapshot"
 LIAR = "lying"  # as a donor
 FORGETFUL = "forgetful"  # it keeps no answer that it has counted
@@ -68,6 +67,7 @@ def peer(arguments: Any, tell: Any) -> int:
         return witness.peer(arguments, tell, _dying_at(PROBED[fate]))
     if fate:
         {
+            "queued": _die_queued,
             "in forward": _die_in_forward,
             "in backward": _die_in_backward,
             "joining": _die_joining,
@@ -96,16 +96,37 @@ def _dying_at(point: str) -> Any:
     return DyingPeer
 
 
+def _die_queued(data_dir: Path) -> None:
+    """With a microbatch here that waits for a slot."""
+    from peer.slots import Slots
+
+    Slots.acquire = die  # type: ignore[method-assign]
+
+
 def _die_in_forward(data_dir: Path) -> None:
+    """When the outputs are computed, and nobody has them yet."""
     from peer.stage_server import StageServer
 
-    StageServer._run_forward = die  # type: ignore[method-assign]
+    run: Callable[..., Any] = StageServer._run_forward
+
+    def last(self: StageServer, *args: Any) -> Any:
+        run(self, *args)
+        die()
+
+    StageServer._run_forward = last  # type: ignore[method-assign]
 
 
 def _die_in_backward(data_dir: Path) -> None:
+    """When its gradients are added up, and it has told nobody."""
     from peer.stage_server import StageServer
 
-    StageServer._run_backward = die  # type: ignore[method-assign]
+    run: Callable[..., Any] = StageServer._run_backward
+
+    def last(self: StageServer, *args: Any, **options: Any) -> Any:
+        run(self, *args, **options)
+        die()
+
+    StageServer._run_backward = last  # type: ignore[method-assign]
 
 
 def _die_joining(data_dir: Path) -> None:

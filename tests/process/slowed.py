@@ -102,11 +102,13 @@ def peer(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
             if self.member.serves is None or kind.name not in UNIT_S:
                 return await self.device.run(kind, task)
             factor = float(slower.read_text() or 1) if slower.exists() else 1.0
-            more_s = UNIT_S[kind.name] * COSTS[self.member.serves] * factor
+            more_s = UNIT_S[kind.name] * COSTS[self.member.serves]
 
             def longer() -> Any:
+                began = time.perf_counter()
                 answer = task()
-                time.sleep(more_s)
+                took_s = time.perf_counter() - began
+                time.sleep(more_s * factor + took_s * (factor - 1))
                 return answer
 
             return await self.device.run(kind, longer)

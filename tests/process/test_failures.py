@@ -241,9 +241,13 @@ def test_donors_that_lie_or_die(check: Check) -> None:
             def over(donor: LocalProcess = donor, fate: str = fate) -> bool:
                 return bool(swarm.events("bad_chunk")) if fate == LIAR else not donor.alive
 
-            while not over():  # a joiner may have got all it needed from the others
+            for _ in range(5):  # a joiner may have got all it needed from the others
                 joiner = await swarm.add_peer(1)
                 await swarm.until_said(joiner.name, "serving stage 1", 1)
+                if over():
+                    break
+            else:
+                raise AssertionError(f"nobody asked the {fate} one, {donor.name}")
         await swarm.until_step(1)
         return []
 
@@ -257,7 +261,7 @@ def test_answers_that_were_evicted_are_computed_again(check: Check) -> None:
 
     async def script(swarm: Stoppable) -> list[dict]:
         again, victim = swarm.processes["0a"].data_dir / RECOMPUTED, "1b"
-        while True:  # until one dies that has counted something of a step under way
+        for _ in range(5):  # until one dies that has counted something of a step under way
             await swarm.within_a_step()
             swarm.kill_peer(victim)
             await swarm.ended(victim)
@@ -266,6 +270,7 @@ def test_answers_that_were_evicted_are_computed_again(check: Check) -> None:
                 return []
             victim = (await swarm.add_peer(1)).name
             await swarm.until_said(victim, "serving stage 1", 1)
+        raise AssertionError("nothing that was evicted was asked for")
 
     check({0: 1, 1: 2}, script, Forgetful)
 

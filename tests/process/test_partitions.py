@@ -30,7 +30,12 @@ def test_a_cut_leaves_replicas_of_every_stage_on_both_sides(forks: Forks, tmp_pa
         run.first.says("standing by: another trainer leads")
         for peer in run.peers[:2]:
             peer.says("serving stage ", 2)
-        leads = next(name for name in NAMES if run.status_of(name)["state"] == "training")
+
+        def leading() -> list[str]:
+            return [name for name in NAMES[1:] if run.status_of(name)["state"] == "training"]
+
+        forks.until(leading, "a status that says who leads")
+        (leads,) = leading()
         asked = forks.swarm("checkpoint", tmp_path / leads)
         assert asked.code() == 0, asked
         forks.end_all()

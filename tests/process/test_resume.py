@@ -183,6 +183,15 @@ def test_up_and_baseline_resume(forks: Forks, tmp_path: Path) -> None:
     assert [line for line in more.out.splitlines() if line.startswith("finished:")] == [
         line for line in oracle.out.splitlines() if line.startswith("finished:")
     ]
+    newest = where / "checkpoints" / "step-4"
+    (newest / "manifest.json").write_text(
+        (newest / "manifest.json").read_text().replace('"updates"', '"updatez"')
+    )
+    before = forks.swarm("baseline", run, "--steps", "4", "--resume", where)
+    assert before.code() == 0, before
+    assert "passed over checkpoint step-4: " in before.out
+    assert "resuming from step 2" in before.out
+    assert before.out.splitlines()[-1] == oracle.out.splitlines()[-1]
     nothing = forks.swarm("up", run, "--resume", tmp_path / "nowhere")
     assert nothing.code() != 0
     assert nothing.err.count("\n") == 1, nothing.err

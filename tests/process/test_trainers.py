@@ -159,7 +159,7 @@ def test_a_leader_that_was_frozen_stands_by_when_it_wakes(forks: Forks, tmp_path
 def test_a_trainer_that_has_lost_its_disk_has_no_vote(forks: Forks, tmp_path: Path) -> None:
     """It has forgotten what it promised. With it and another alive nobody leads; with the leader
     of before, which has its disk, the run goes on."""
-    run = Trainers(forks, tmp_path, 40)
+    run = Trainers(forks, tmp_path, 80)
     run.others["three"].says("standing by: another trainer leads")
     disk = msgpack.unpackb(run.vote_of("three"))["disk"].encode()
     forks.until(lambda: disk in run.vote_of("one") and disk in run.vote_of("two"), "its first vote")

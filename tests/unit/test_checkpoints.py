@@ -109,6 +109,11 @@ def test_torn_and_incomplete_checkpoints_are_ignored(tmp_path: Path) -> None:
     staging = checkpoints.begin(tmp_path, 16)
     checkpoints.write_stage(staging, 0, a_state()[0], {})
     assert checkpoints.latest(tmp_path) == whole
+    said: list[str] = []
+    assert checkpoints.newest_first(tmp_path, said.append)[0] == whole
+    assert [line.split(":")[0] for line in said] == [
+        f"passed over checkpoint step-{step}" for step in range(15, 10, -1)
+    ]
     assert staging.exists()
     again = checkpoints.begin(tmp_path, 17)  # the writer of step 16 was killed
     assert not staging.exists()

@@ -40,13 +40,13 @@ def test_one_process_per_disk(tmp_path: Path) -> None:
     FileDisk(tmp_path).close()
 
 
-@pytest.mark.parametrize("damage", [b"", b"\x00" * 40, b"\x81\xa8promised\xc0"])
-def test_damage_is_refused(tmp_path: Path, damage: bytes) -> None:
+@pytest.mark.parametrize("damage", [None, b"", b"\x00" * 40, b"\x81\xa8promised\xc0"])
+def test_damage_is_refused(tmp_path: Path, damage: bytes | None) -> None:
     disk = FileDisk(tmp_path)
     asyncio.run(disk.save(COMMITTED))
     disk.close()
     path = tmp_path / "trainer.msgpack"
-    path.write_bytes(damage or path.read_bytes()[:-5])
+    path.write_bytes(path.read_bytes()[:-5] if damage is None else damage)
     with pytest.raises(StorageError, match="damaged"):
         FileDisk(tmp_path)
 

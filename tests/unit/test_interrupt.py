@@ -113,6 +113,38 @@ def test_where_interrupts_are_ignored_it_goes_on() -> None:
     assert done.stdout.startswith("interrupted\nswarm-parallel ")
 
 
+INTERRUPTED_IN_A_FINALIZER = """
+import importlib.abc, os, signal, sys, time
+
+class Finalized:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+
+class CtrlC(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "pydantic":
+            Finalized()
+            time.sleep(60)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, CtrlC())
+import peer.cli
+sys.argv[1:] = ["baseline", "nowhere.toml"]
+sys.exit(peer.cli.main())
+"""
+
+
+def test_ctrl_c_in_what_cannot_raise_is_not_lost() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED_IN_A_FINALIZER],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 # ---- while a command writes ---------------------------------------------------------------------
 
 STOPPED_AS_IT_EXPORTS = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,10 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from peer.show import Follower
 from peer.training import StepResult
 from peer.view import TerminalView, plain_line, print_status, render
+from swarm.events import write_status
 from swarm.names import friendly_name
 from swarm.words import (
     bytes_text,
@@ -201,6 +204,7 @@ def test_without_a_terminal_every_step_is_a_line() -> None:
         view.update(a_status(losses=[[0, 3.0]]), [step])
         view.update(a_status(losses=[[0, 3.0], [1, 2.5]]))
         view.update(a_status(losses=[[0, 3.0], [1, 2.5]]), [{**step, "step": 1}])
+        view.update(a_status(state="finished", losses=[]), [{**step, "step": 2}])
     lines = file.getvalue().splitlines()
     assert lines[0] == "join with: swarm-peer --join swarm://" + "a" * 100
     assert lines[1:3] == ["waiting for peers", "waiting: stage 1 needs a peer"]
@@ -209,7 +213,21 @@ def test_without_a_terminal_every_step_is_a_line() -> None:
         "training",
         "step 0  loss 3.0000  1.00 s  10 tokens/s",
         "step 1  loss 2.5000",
+        "step 2  loss 3.0000  1.00 s  10 tokens/s",
+        "finished",
     ]
+
+
+def test_what_a_former_life_of_the_run_said_is_not_shown(tmp_path: Path) -> None:
+    file = io.StringIO()
+    write_status(tmp_path / "status.json", a_status(state="finished", losses=[]))
+    with TerminalView(console=Console(file=file, width=40)) as view:
+        follower = Follower(view, tmp_path)
+        follower.refresh()
+        assert file.getvalue() == ""
+        write_status(tmp_path / "status.json", a_status(state="waiting", losses=[]))
+        follower.refresh()
+    assert file.getvalue().startswith("waiting")
 
 
 def test_on_a_terminal_the_picture_is_drawn_and_stays() -> None:
