@@ -61,7 +61,12 @@ class CheckpointReader:
         self.steps_in_flight = steps_in_flight
         self.manifest = checkpoints.load_manifest(directory)
         self.sha256 = hashlib.sha256((directory / checkpoints.MANIFEST).read_bytes()).hexdigest()
-        self._updates = self._read_updates()
+        try:
+            self.run_id = str(self.manifest["run_id"])
+            self._updates = [int(entry["meta"]["updates"]) for entry in self.manifest["stages"]]
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"checkpoint {directory} is damaged: {error!r} in its manifest"
+            raise DataError(what, "choose another") from None
         self._where: dict[str, int] = {}
         for entry in self.manifest["stages"]:
             for name in self._names_in(directory / entry["file"]):
@@ -72,15 +77,6 @@ class CheckpointReader:
     def step(self) -> int:
         step: int = self.manifest["step"]
         return step
-
-    def _read_updates(self) -> list[int]:
-        """Updates applied, by stage as it was written."""
-        try:
-            self.run_id = str(self.manifest["run_id"])
-            return [int(entry["meta"]["updates"]) for entry in self.manifest["stages"]]
-        except (KeyError, TypeError, ValueError) as error:
-            what = f"checkpoint {self.directory} is damaged: its manifest lacks {error}"
-            raise DataError(what, "choose another") from None
 
     @staticmethod
     def _names_in(path: Path) -> list[str]:
@@ -285,6 +281,8 @@ def read_newest(
     if (source / checkpoints.MANIFEST).is_file():
         reader = reader_of(source, config, pipeline)
         return reader, reader.origin()
+    if not source.is_dir():
+        raise DataError(f"no directory {source}", "give a run directory, as runs/NAME-ID")
     run_dir = source.parent if source.name == "checkpoints" else source
     refused: DataError | None = None
     for path in checkpoints.newest_first(run_dir, say):

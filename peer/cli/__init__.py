@@ -14,7 +14,6 @@ a command would leave behind what it was writing.
 import os
 import signal
 import sys
-import threading
 
 INTERRUPTED = 130
 STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -69,6 +68,8 @@ def _again_if_interrupted(lost: "sys.UnraisableHookArgs") -> None:
     if not issubclass(lost.exc_type, KeyboardInterrupt):
         sys.__unraisablehook__(lost)
         return
+    import threading  # not before the signal is taken
+
     main = threading.main_thread().ident
     number = next((n for n in STOP if signal.getsignal(n) is not signal.SIG_IGN), None)
     if main is not None and number is not None:

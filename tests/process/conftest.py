@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.process.forks import Forks
-from tests.process.lab import needs_root
-
-__all__ = ["needs_root"]
+from tests.process.lab import LabError, require_root
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +36,11 @@ def forks(_forks: Forks, tmp_path: Path) -> Iterator[Forks]:
         finally:
             _forks.end_all()
         assert list(Path(short).iterdir()) == []
+
+
+@pytest.fixture
+def needs_root() -> None:
+    try:
+        require_root()
+    except LabError as error:
+        pytest.skip(str(error))

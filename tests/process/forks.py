@@ -13,11 +13,13 @@ import sys
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from peer.local_process import Child, ForkServer
 from peer.local_warm_up import server_environment
-from tests.process.lab import Host, enter
+
+if TYPE_CHECKING:
+    from tests.process.lab import Host
 
 T = TypeVar("T")
 LIMIT_S = 90.0  # of anything a test waits for; reached only by a defect
@@ -185,6 +187,8 @@ def command(arguments: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -
     os.dup2(stderr, 2)
     os.close(stderr)
     if arguments["namespace"]:  # while there is no other thread
+        from tests.process.lab import enter
+
         enter(arguments["namespace"])
     torch.set_num_threads(1)
     program, *args = arguments["args"]

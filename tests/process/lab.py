@@ -5,22 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "wan"))  # scripts, not a package
 
 from _lab import Host, Lab
 from _namespaces import LabError, enter, require_root
 
-__all__ = ["Host", "Lab", "enter", "listen_in", "needs_root"]
-
-
-@pytest.fixture
-def needs_root() -> None:
-    try:
-        require_root()
-    except LabError as error:
-        pytest.skip(str(error))
+__all__ = ["Host", "Lab", "LabError", "enter", "listen_in", "require_root"]
 
 
 def listen_in(host: Host | None) -> tuple[str, str]:
