@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 SUM, END = b"\x01", b"\x02"
 BARE = "/swarm-parallel/bench/bare"
+GROUP_TIMEOUT_S, GROUP_TRIALS = 60, 3
 DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
@@ -133,9 +134,26 @@ async def streams_member() -> None:
         answer(seconds=seconds, sha256=hashlib.sha256(out.numpy().data).hexdigest())
 
 
+def find_group(averager: Any) -> Any:
+    """A step of hivemind's averager that waits for its trigger, all members found.
+
+    Its matchmaking gives up now and then, in all members alike; they look again.
+    """
+    from hivemind.averaging.control import AveragingStage
+
+    for _ in range(GROUP_TRIALS):
+        control = averager.step(
+            wait=False, require_trigger=True, allow_retries=True, timeout=GROUP_TIMEOUT_S
+        )
+        while not control.done():
+            if control.stage == AveragingStage.AWAITING_TRIGGER:
+                return control
+            time.sleep(0.01)
+    raise SystemExit(f"hivemind found no group in {GROUP_TRIALS} x {GROUP_TIMEOUT_S} s")
+
+
 def hivemind_member() -> None:
     import hivemind
-    from hivemind.averaging.control import AveragingStage
 
     told = json.loads(sys.stdin.readline())
     dht = hivemind.DHT(initial_peers=told["peers"], start=True)
@@ -156,11 +174,7 @@ def hivemind_member() -> None:
     answer(ready=True)
     for line in sys.stdin:
         told = json.loads(line)
-        control = averagers[told["num_elements"]].step(
-            wait=False, require_trigger=True, allow_retries=True, timeout=120
-        )
-        while control.stage != AveragingStage.AWAITING_TRIGGER:
-            time.sleep(0.01)
+        control = find_group(averagers[told["num_elements"]])
         answer(ready=True)  # the group has been found; that is not part of the time
         sys.stdin.readline()
         begun = time.perf_counter()
