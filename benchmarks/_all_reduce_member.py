@@ -137,18 +137,20 @@ async def streams_member() -> None:
 def find_group(averager: Any) -> Any:
     """A step of hivemind's averager that waits for its trigger, all members found.
 
-    Its matchmaking gives up now and then, in all members alike; they look again.
+    Its matchmaking gives up or gets stuck now and then, in all members alike; they look again.
     """
     from hivemind.averaging.control import AveragingStage
 
     for _ in range(GROUP_TRIALS):
         control = averager.step(
-            wait=False, require_trigger=True, allow_retries=True, timeout=GROUP_TIMEOUT_S
+            wait=False, require_trigger=True, allow_retries=True, timeout=2 * GROUP_TIMEOUT_S
         )
-        while not control.done():
+        give_up = time.monotonic() + GROUP_TIMEOUT_S
+        while not control.done() and time.monotonic() < give_up:
             if control.stage == AveragingStage.AWAITING_TRIGGER:
                 return control
             time.sleep(0.01)
+        control.cancel()
     raise SystemExit(f"hivemind found no group in {GROUP_TRIALS} x {GROUP_TIMEOUT_S} s")
 
 
@@ -169,7 +171,7 @@ def hivemind_member() -> None:
             target_group_size=told["members"],
             min_group_size=told["members"],
             min_matchmaking_time=2.0,
-            request_timeout=2.0,
+            request_timeout=1.0,  # shorter than the line above, or members wait for each other
         )
     answer(ready=True)
     for line in sys.stdin:
