@@ -13,7 +13,7 @@ size and seed; the table shows the mean and the largest of the seeds.
 A run is kept in DIR once it has finished, and not made again: end the program at any time and start
 it anew. A byte-level Llama of 6 layers in 3 stages; 1.2 M parameters at hidden 128.
 
-    python benchmarks/convergence.py DIR [--all] [--seeds 3] [--settings exact,int8] [--hidden 128]
+    python benchmarks/convergence.py DIR [--all] [--seeds 0,1,2] [--hidden 128] [--settings exact,…]
 
 Settings: `exact`; codecs for both directions (`bfloat16`, `int8`, `int4`, …, or FORWARD/BACKWARD as
 `int4/int8`); any of these with `~` at the end rounds stochastically; `subspace-K`; `delayed` and
@@ -56,6 +56,7 @@ SMOOTHED = 80_000  # tokens
 SUBSPACES, HIDDEN = ("subspace-8", "subspace-16", "subspace-32", "subspace-64"), (128, 256, 384)
 GOALS = {"int8": 0.005, "int4": 0.01, "delayed-1": 0.005, "subspace-32": 0.02}  # at hidden 128
 SHORT = ("exact", "int8", "int4", "delayed-1", "subspace-32")
+KEPT_LOSSES = 250  # of a run, about
 TOP_LOSS = 2.4  # of the plot
 DELAYED = ("delayed-1", "delayed-2", "delayed")
 CODECS = ("bfloat16", "int8", "int4", "int8~", "int4~", "int4/int8")
@@ -197,6 +198,13 @@ def _tensors(batch: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.ascontiguousarray(each)) for name, each in batch.items()}
 
 
+def thinned(losses: Sequence[float]) -> list[float]:
+    """Means of as many equal parts as a picture shows; a rest that fills none is left out."""
+    size = max(1, len(losses) // KEPT_LOSSES)
+    whole = len(losses) // size * size
+    return [round(float(each), 4) for each in np.reshape(losses[:whole], (-1, size)).mean(axis=1)]
+
+
 def run(path: Path, setting: str, hidden: int, seed: int, options: argparse.Namespace) -> None:
     """Train one run and write its result; `path` exists only when all of it has been done."""
     step_tokens = options.microbatches * MICROBATCH_TOKENS
@@ -225,7 +233,7 @@ def run(path: Path, setting: str, hidden: int, seed: int, options: argparse.Name
         "wire_bytes_per_token": per_token,
         "sha256": chain.sha256(),
         "wall_s": wall_s,
-        "losses": losses,
+        "losses": thinned(losses),
     }
     part = path.with_suffix(".part")
     part.write_text(json.dumps(answer))
@@ -307,7 +315,7 @@ def main() -> None:
     parser.add_argument("--settings", default=",".join(SHORT), help="comma-separated")
     parser.add_argument("--hidden", default=str(HIDDEN[0]), help="comma-separated")
     parser.add_argument("--all", action="store_true", help="every setting and hidden size: hours")
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", default="0", help="comma-separated")
     parser.add_argument("--tokens", type=int, default=3_000_000, help="trained per run")
     parser.add_argument("--validation-tokens", type=int, default=204_800)
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -328,7 +336,7 @@ def main() -> None:
         found = sorted(options.directory.glob(f"*{_ending(options)}.json"))
         runs = [json.loads(path.read_text()) for path in found]
         results = show(runs)
-    for seed in range(0 if options.show else options.seeds):
+    for seed in [] if options.show else [int(each) for each in options.seeds.split(",")]:
         for hidden, setting in wanted:
             name = f"{setting.replace('/', '+')}-h{hidden}-s{seed}{_ending(options)}"
             path = options.directory / f"{name}.json"
