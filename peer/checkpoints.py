@@ -31,7 +31,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from swarm.errors import DataError, StorageError
+from swarm.errors import ConfigError, DataError, StorageError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -39,6 +39,23 @@ TOKENIZER = "tokenizer.json"
 _STEP = re.compile(r"step-(\d{1,15})")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")  # a plain name: no path from outside
 _FREE_SPACE = "free some space, or lower [checkpoint] keep in the next run"
+
+
+def run_dir_of(source: str | Path) -> Path:
+    """The run directory a person means: itself, its `checkpoints`, or a checkpoint in it; resolved.
+
+    A checkpoint that was copied elsewhere stands for itself. Raises ConfigError when there is no
+    such directory.
+    """
+    found = Path(source).resolve()
+    if not found.is_dir():
+        what = f"{source} is no directory" if found.exists() else f"no directory {source}"
+        raise ConfigError(what, "give a run directory, as runs/NAME-ID")
+    if (found / "run.json").exists() or (found / "checkpoints").is_dir():
+        return found  # also where it is called "checkpoints" itself
+    if found.name == "checkpoints":
+        return found.parent
+    return found.parent.parent if found.parent.name == "checkpoints" else found
 
 
 def begin(run_dir: str | Path, step: int) -> Path:
@@ -112,6 +129,18 @@ def complete(staging: Path, manifest: Mapping[str, Any], tokenizer: Any = None) 
 def abandon(staging: Path) -> None:
     """Remove a checkpoint that will not be completed. Never raises."""
     shutil.rmtree(staging, ignore_errors=True)
+
+
+def is_checkpoint(source: str | Path) -> bool:
+    """Whether a person names one checkpoint, complete or not, rather than a run. Raises ConfigError
+    when there is no such directory."""
+    inside = run_dir_of(source) / "checkpoints" == Path(source).resolve().parent
+    return inside or (Path(source) / MANIFEST).is_file()
+
+
+def has_any(run_dir: str | Path) -> bool:
+    """Whether there are checkpoints, be they complete or not."""
+    return bool(_directories(Path(run_dir) / "checkpoints"))
 
 
 def latest(run_dir: str | Path) -> Path | None:

@@ -148,11 +148,10 @@ def continued(config: RunConfig, source: Path) -> Path | None:
     None: it is another run, and would begin with that state in a directory of its own. Raises
     ConfigError when there is no such directory.
     """
-    if not source.is_dir():
-        raise ConfigError(f"no directory {source}", "give a run directory, as runs/NAME-ID")
+    from peer.checkpoints import run_dir_of
     from peer.launch import stamp
 
-    run_dir = source.parent.parent if source.parent.name == "checkpoints" else source
+    run_dir = run_dir_of(source)
     if not (run_dir / "run.json").exists():
         return None
     theirs = config_in(run_dir)

@@ -16,7 +16,7 @@ from torch import Tensor
 from peer import checkpoints
 from swarm.config import RunConfig, canonical_bytes, parse_config, run_id_of
 from swarm.data.tokenizer import byte_tokenizer, load_bpe, load_pretrained
-from swarm.errors import ConfigError, DataError
+from swarm.errors import DataError
 from swarm.local_path import expanded
 from swarm.model import build_pipeline
 from swarm.model.export import SavedTokenizer, export_model
@@ -48,14 +48,11 @@ def export_checkpoint(
 def find_checkpoint(source: str | Path) -> Path:
     """The checkpoint meant by a run directory, its `checkpoints`, or a checkpoint itself."""
     source = Path(source)
-    if (source / checkpoints.MANIFEST).is_file():
+    if checkpoints.is_checkpoint(source):
         return source
-    run_dir = source.parent if source.name == "checkpoints" else source
-    found = checkpoints.latest(run_dir)
+    found = checkpoints.latest(checkpoints.run_dir_of(source))
     if found is not None:
         return found
-    if not source.is_dir():
-        raise ConfigError(f"no directory {source}", "give a run directory, as runs/NAME-ID")
     raise DataError(
         f"{source} holds no complete checkpoint",
         "set [checkpoint] every in run.toml, or let a run reach its end",

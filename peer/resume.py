@@ -221,8 +221,12 @@ class SavedStates:
         if self._reader is not None and self._reader.sha256 == record.checkpoint:
             return self._reader.snapshot(stage)
         for path in checkpoints.newest_first(self.run_dir):
-            if self._open(path).sha256 == record.checkpoint:
-                return self._open(path).snapshot(stage)
+            try:
+                reader = self._open(path)
+            except DataError:  # a damaged one, named when it was passed over
+                continue
+            if reader.sha256 == record.checkpoint:
+                return reader.snapshot(stage)
         raise DataError(f"the checkpoint of step {record.step + 1} is not in {self.run_dir}")
 
     def _open(self, path: Path) -> CheckpointReader:
@@ -253,15 +257,17 @@ def take_over(
     """Make `source` (a run directory or a checkpoint) the state that the run in `run_dir` goes on
     from; of a directory, its newest complete checkpoint. Blocking.
 
-    Raises DataError, StorageError.
+    A run that never wrote one begins with its first weights. Raises ConfigError, DataError,
+    StorageError.
     """
     if born_from(source, run_dir):
         source = run_dir
     try:
         reader, origin = read_newest(source, config, pipeline, say)
     except DataError:
-        mine = source.resolve() == run_dir.resolve()
-        if mine and (source / "run.json").exists() and not (source / PARENT).exists():
+        mine = checkpoints.run_dir_of(source) == run_dir.resolve()
+        begun = (run_dir / "run.json").exists() and not (run_dir / PARENT).exists()
+        if mine and begun and not checkpoints.has_any(run_dir):
             return Origin(0)
         raise
     inside = reader.directory.resolve().parent == (run_dir / "checkpoints").resolve()
@@ -276,14 +282,12 @@ def read_newest(
 ) -> tuple[CheckpointReader, Origin]:
     """A checkpoint; of a run directory, the newest that can be read, whole. Blocking.
 
-    `say` gets a line for each that is passed over. Raises DataError.
+    `say` gets a line for each that is passed over. Raises ConfigError, DataError.
     """
-    if (source / checkpoints.MANIFEST).is_file():
+    if checkpoints.is_checkpoint(source):
         reader = reader_of(source, config, pipeline)
         return reader, reader.origin()
-    if not source.is_dir():
-        raise DataError(f"no directory {source}", "give a run directory, as runs/NAME-ID")
-    run_dir = source.parent if source.name == "checkpoints" else source
+    run_dir = checkpoints.run_dir_of(source)
     refused: DataError | None = None
     for path in checkpoints.newest_first(run_dir, say):
         try:
@@ -294,18 +298,20 @@ def read_newest(
             refused = error
     if refused is not None:
         raise DataError(f"cannot go on from {source}: {refused.message}", refused.remedy)
-    raise DataError(
-        f"{source} holds no complete checkpoint", "set [checkpoint] every, or start from the file"
-    )
+    remedy = "set [checkpoint] every, or start from the file"
+    if checkpoints.has_any(run_dir):
+        remedy = "use the version that wrote them, or move them away and start from the file"
+    raise DataError(f"{source} holds no complete checkpoint", remedy)
 
 
 def born_from(source: Path, run_dir: Path) -> bool:
     """Whether the run in `run_dir` went on from `source` before, and has come further: the same
     command a second time means to go on, not to begin again."""
     parent = parent_of(run_dir)
-    if parent is None or (source / checkpoints.MANIFEST).is_file():
+    if parent is None or checkpoints.is_checkpoint(source):
         return False
-    return str(source.resolve()) == parent.get("path") and bool(checkpoints.newest_first(run_dir))
+    meant = str(checkpoints.run_dir_of(source))
+    return meant == parent.get("path") and bool(checkpoints.newest_first(run_dir))
 
 
 def parent_of(run_dir: Path) -> dict[str, Any] | None:
@@ -323,7 +329,7 @@ def _adopt(reader: CheckpointReader, run_dir: Path, config: RunConfig) -> Origin
         "run_id": reader.run_id,
         "step": reader.step,
         "checkpoint": reader.sha256,
-        "path": str(_run_of(reader.directory).resolve()),
+        "path": str(checkpoints.run_dir_of(reader.directory)),
     }
     staging = checkpoints.begin(run_dir, reader.step)
     try:
@@ -346,12 +352,6 @@ def _adopt(reader: CheckpointReader, run_dir: Path, config: RunConfig) -> Origin
         checkpoints.abandon(staging)
         raise
     return reader_of(path, config, reader.pipeline).origin()
-
-
-def _run_of(checkpoint: Path) -> Path:
-    """The run directory a checkpoint lies in; itself, if it lies in none."""
-    parent = checkpoint.resolve().parent
-    return parent.parent if parent.name == "checkpoints" else checkpoint
 
 
 class _Tokenizer:

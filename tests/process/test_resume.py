@@ -192,6 +192,11 @@ def test_up_and_baseline_resume(forks: Forks, tmp_path: Path) -> None:
     assert "passed over checkpoint step-4: " in before.out
     assert "resuming from step 2" in before.out
     assert before.out.splitlines()[-1] == oracle.out.splitlines()[-1]
+    again = forks.swarm("up", run, "--steps", "4", "--resume", where, "--threads", "1", "--plain")
+    assert again.code() == 0, again
+    assert "passed over checkpoint step-4: " in again.out
+    assert "paused" not in again.out  # step 2 is also what its peers are given
+    assert oracle.out.splitlines()[-1] in again.out
     nothing = forks.swarm("up", run, "--resume", tmp_path / "nowhere")
     assert nothing.code() != 0
     assert nothing.err.count("\n") == 1, nothing.err

@@ -329,3 +329,37 @@ def test_a_bpe_kept_with_the_checkpoint_is_exported(tmp_path: Path) -> None:
     export_checkpoint(tmp_path, tmp_path / "out")
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert loaded("it is so").input_ids == tokenizer.encode("it is so")
+
+
+def test_a_run_its_checkpoints_or_one_of_them_mean_the_run(tmp_path: Path) -> None:
+    """Also where the run's own directory is called `checkpoints`, or lies in one."""
+    for run in (tmp_path / "run", tmp_path / "checkpoints", tmp_path / "checkpoints" / "other"):
+        step = run / "checkpoints" / "step-4"
+        step.mkdir(parents=True)
+        (run / "run.json").write_text("{}")
+        for source in (run, run / "checkpoints", step):
+            assert checkpoints.run_dir_of(source) == run.resolve()
+            assert checkpoints.is_checkpoint(source) == (source == step)
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    assert checkpoints.run_dir_of(copied) == copied.resolve()
+    with pytest.raises(ConfigError, match=r"run\.json is no directory"):
+        checkpoints.run_dir_of(tmp_path / "run" / "run.json")
+
+
+def test_resuming_a_run_whose_checkpoints_cannot_be_read_touches_none(tmp_path: Path) -> None:
+    from peer.resume import take_over
+    from swarm.model import build_pipeline
+
+    config, run = a_config(), tmp_path / "run"
+    checkpointed(config, run)
+    (run / "run.json").write_bytes(canonical_bytes(config))
+    manifest = run / "checkpoints" / "step-4" / checkpoints.MANIFEST
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(DataError, match="holds no complete checkpoint") as refused:
+        take_over(run, run, config, build_pipeline(config))
+    assert "the version that wrote them" in refused.value.remedy
+    with pytest.raises(DataError, match="its format is 2"):
+        take_over(manifest.parent, run, config, build_pipeline(config))
+    shutil.rmtree(run / "checkpoints")
+    assert take_over(run, run, config, build_pipeline(config)).step == 0
