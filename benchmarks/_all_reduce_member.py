@@ -135,9 +135,10 @@ async def streams_member() -> None:
 
 
 def find_group(averager: Any) -> Any:
-    """A step of hivemind's averager that waits for its trigger, all members found.
+    """A step of hivemind's averager that has ended its matchmaking and waits for its trigger.
 
-    Its matchmaking gives up or gets stuck now and then, in all members alike; they look again.
+    Matchmaking gets stuck now and then, in all members alike; they look again. Where it ended
+    without a group, hivemind looks again once triggered: that round is slow, and medians leave it.
     """
     from hivemind.averaging.control import AveragingStage
 
@@ -177,7 +178,7 @@ def hivemind_member() -> None:
     for line in sys.stdin:
         told = json.loads(line)
         control = find_group(averagers[told["num_elements"]])
-        answer(ready=True)  # the group has been found; that is not part of the time
+        answer(ready=True)  # matchmaking is not part of the time
         sys.stdin.readline()
         begun = time.perf_counter()
         control.allow_allreduce()
