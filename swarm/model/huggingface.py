@@ -32,7 +32,7 @@ from swarm.model.hf_config import (
 )
 from swarm.model.hf_weights import allocate, draw, load
 from swarm.model.stage import Batch, ModelPipeline, Stage, torch_dtype
-from swarm.model.subspace import Basis, constrain, fold
+from swarm.model.subspace import FROZEN_SCALE, Basis, constrain, fold
 from swarm.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ class HuggingFacePipeline(ModelPipeline):
         self.batch_spec = {"tokens": tokens, "targets": tokens}
         self.basis = None
         if subspace is not None:
-            std = float(getattr(text, "initializer_range", 0.02))
+            std = FROZEN_SCALE * float(getattr(text, "initializer_range", 0.02))
             self.basis = Basis(text.hidden_size, subspace, text.vocab_size, std, seed)
         skeleton = self._skeleton(self.basis)
         self._copied = _output_from_input(skeleton) if tied else {}

@@ -35,6 +35,10 @@ from swarm.model.hf_carve import Anatomy
 from swarm.model.randomness import derive_seed
 from swarm.model.stage import seam
 
+# The frozen table's standard deviation in those of the other weights. What a layer can tell a token
+# by, outside the subspace, must last while the stream inside grows: 1 and 15 learn worse.
+FROZEN_SCALE = 5.0
+
 # What families call the projections that write to the residual stream.
 WRITERS = ("o_proj", "down_proj", "c_proj", "out_proj", "dense", "dense_4h_to_h", "fc2", "fc_out",
            "wo", "w2")  # fmt: skip
