@@ -18,7 +18,7 @@ it anew. A byte-level Llama of 6 layers in 3 stages; 1.2 M parameters at hidden 
 Settings: `exact`; codecs for both directions (`bfloat16`, `int8`, `int4`, …, or FORWARD/BACKWARD as
 `int4/int8`); any of these with `~` at the end rounds stochastically; `subspace-K`; `delayed` and
 `delayed-N`, where N of a step's microbatches (`--microbatches`) are computed ahead of the commit
-before.
+before. Each setting has the peak learning rate that suits it: `--lr`, subspaces `--subspace-lr`.
 """
 
 from __future__ import annotations
@@ -209,7 +209,8 @@ def run(path: Path, setting: str, hidden: int, seed: int, options: argparse.Name
     """Train one run and write its result; `path` exists only when all of it has been done."""
     step_tokens = options.microbatches * MICROBATCH_TOKENS
     steps = -(-options.tokens // step_tokens)
-    described = sections(setting, hidden, seed, steps, options.lr, options.microbatches)
+    lr = _lr(setting, options)
+    described = sections(setting, hidden, seed, steps, lr, options.microbatches)
     path.with_suffix(".toml").write_text(toml(described) + "\n")
     chain = Chain(parse_config(described, setting))
     began, losses = time.perf_counter(), []
@@ -304,9 +305,24 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _ending(options: argparse.Namespace) -> str:
-    """Of the names of results that may be compared."""
-    return f"-m{options.microbatches}-lr{options.lr:g}-t{options.tokens}"
+def _lr(setting: str, options: argparse.Namespace) -> float:
+    rate: float = options.subspace_lr if setting.startswith("subspace-") else options.lr
+    return rate
+
+
+def _ending(setting: str, options: argparse.Namespace) -> str:
+    """Of the names of a setting's results that may be compared."""
+    return f"-m{options.microbatches}-lr{_lr(setting, options):g}-t{options.tokens}"
+
+
+def _found(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What has finished before, of all settings."""
+    found = []
+    for path in sorted(options.directory.glob("*.json")):
+        each = json.loads(path.read_text())
+        if path.stem.endswith(_ending(each["setting"], options)):
+            found.append(each)
+    return found
 
 
 def main() -> None:
@@ -319,6 +335,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=3_000_000, help="trained per run")
     parser.add_argument("--validation-tokens", type=int, default=204_800)
     parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--subspace-lr", type=float, default=2e-3)
     parser.add_argument("--microbatches", type=int, default=4, help="of a step, 256 tokens each")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--show", action="store_true", help="only what is in DIR; run nothing")
@@ -333,12 +350,11 @@ def main() -> None:
     results: list[dict[str, Any]] = []
     options.directory.mkdir(parents=True, exist_ok=True)
     if options.show:
-        found = sorted(options.directory.glob(f"*{_ending(options)}.json"))
-        runs = [json.loads(path.read_text()) for path in found]
+        runs = _found(options)
         results = show(runs)
     for seed in [] if options.show else [int(each) for each in options.seeds.split(",")]:
         for hidden, setting in wanted:
-            name = f"{setting.replace('/', '+')}-h{hidden}-s{seed}{_ending(options)}"
+            name = f"{setting.replace('/', '+')}-h{hidden}-s{seed}{_ending(setting, options)}"
             path = options.directory / f"{name}.json"
             if not path.exists():
                 run(path, setting, hidden, seed, options)
