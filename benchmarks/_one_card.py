@@ -171,7 +171,7 @@ class Swarm:
         for member in self.members:
             while member.step <= result.step:
                 assert member.server is not None
-                await member.server.advanced.wait()
+                await member.server.parts.advanced.wait()
         return result.loss
 
     def sha256(self) -> str:

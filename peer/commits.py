@@ -62,10 +62,10 @@ class Commits:
 
     async def mark(self) -> str:
         """The fingerprint of the state as it was when it became that of the ledger's step."""
-        step = self.server.ledger.step
+        step = self.server.parts.ledger.step
         if self._mark is None or self._mark[0] != step:
             value = await self.fingerprint()
-            if self.server.ledger.step != step or not self.valid:
+            if self.server.parts.ledger.step != step or not self.valid:
                 return value
             self._mark = (step, value)
         return self._mark[1]
@@ -92,7 +92,7 @@ class Commits:
 
         Cancelling the caller (its connection may end) does not stop it half way.
         """
-        if self.before_commit is not None and record.step >= self.server.ledger.step:
+        if self.before_commit is not None and record.step >= self.server.parts.ledger.step:
             await self.before_commit(record)
         await self.commit_next(record)
 
@@ -102,7 +102,7 @@ class Commits:
 
     async def _commit_next(self, record: Record) -> None:
         async with self.lock:
-            step, mine = self.server.ledger.step, self.record
+            step, mine = self.server.parts.ledger.step, self.record
             if mine is not None and record.position <= mine.position:
                 return
             if mine is not None and left_behind(mine, record):
@@ -146,7 +146,7 @@ class Commits:
                 state.skip()
             return state.fingerprint()
 
-        self.server.drop_works(self.server.part_of(record.step))
+        self.server.parts.drop_works(self.server.parts.of(record.step))
         try:
             mark = (await self.server.compute.run(Kind.UPDATE, update)).value
         except StageFailedError as error:
@@ -158,7 +158,7 @@ class Commits:
         self._mark = (record.step + 1, mark)
         self.end_round()
         self.on_commit(record, prepared)
-        self.server.committed()
+        self.server.parts.committed()
         self.server.probe("committed", step=record.step)
 
     async def _result_for(self, record: Record) -> Prepared:
@@ -188,7 +188,7 @@ class Commits:
         self.valid = False
         self.record = self.prepared = self.committed = self._mark = None
         self.end_round()
-        self.server.advance(0)
+        self.server.parts.advance(0)
         self.on_invalid()
 
     def start_anew(self) -> None:

@@ -85,7 +85,7 @@ class Following:
         """Collect the gradients from `step` on (None: from this state on); `base` is the record
         before. What is collected already stays."""
         self.stop()
-        step = self._first = self.server.ledger.step if step is None else step
+        step = self._first = self.server.parts.ledger.step if step is None else step
         while step in self.ahead:
             base, step = self.ahead[step][0], step + 1
         self._task = self._tasks.spawn(self._follow(channels, step, base), "follow")

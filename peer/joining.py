@@ -88,14 +88,16 @@ class CatchUp:
         if record is not None:
             await self._change_epoch(record)
         self.check(record)
-        missed = record is not None and not record.restores and record.step == server.ledger.step
+        missed = (
+            record is not None and not record.restores and record.step == server.parts.ledger.step
+        )
         if record is not None and missed and commits.valid and not self.following:
             await commits.commit(record)  # a commit that was missed: its members have it
-        if commits.valid and 0 < server.ledger.step < step:
-            if not self.updates.covers(server.ledger.step):
+        if commits.valid and 0 < server.parts.ledger.step < step:
+            if not self.updates.covers(server.parts.ledger.step):
                 self.updates.begin(await self._channels(donors), commits.record)
             await self._replay(step)
-        while server.ledger.step < step or not commits.valid:
+        while server.parts.ledger.step < step or not commits.valid:
             if self._snapshots >= MAX_SNAPSHOTS:
                 self._snapshots = 0
                 update_mb = 4 * server.state.layout.total / 1e6
@@ -130,7 +132,7 @@ class CatchUp:
                 commits.valid = False
                 await server.compute.run(Kind.UPDATE, lambda: server.state.load(weights(), 0))
             commits.record, commits.committed, commits.prepared = opening, None, None
-            server.advance(0)
+            server.parts.advance(0)
             commits.valid = True
 
     @property
@@ -141,7 +143,7 @@ class CatchUp:
     def arrived(self, step: int) -> None:
         """The leader agrees that this is the state of its `step`, or will be at once."""
         self._snapshots = self._told_behind = self._most_behind = 0
-        if self.server.ledger.step < step:
+        if self.server.parts.ledger.step < step:
             self.tasks.spawn(self._replay(step), "last commit")
 
     def committed(self, record: Record) -> None:
@@ -307,7 +309,7 @@ class CatchUp:
                 self.updates.ahead.clear()
                 raise WireError("the state that arrived is not the one that was announced")
             commits.record, commits.committed, commits.prepared = snapshot.record, None, None
-            server.advance(snapshot.step)
+            server.parts.advance(snapshot.step)
             commits.valid = True
 
     # ---- what is committed meanwhile ------------------------------------------------------------
@@ -323,7 +325,7 @@ class CatchUp:
     async def _apply_until(self, until: int) -> None:
         server, commits = self.server, self.commits
         while commits.valid:
-            step = server.ledger.step
+            step = server.parts.ledger.step
             if step not in self.updates.ahead:
                 if step >= until or not self.updates.covers(step):
                     return
@@ -344,7 +346,7 @@ class CatchUp:
             mine = gradient.to(server.state.device)
             commits.prepared = Prepared(record.ballot, Update(mine, facts))
             await commits.commit_next(record)
-            if server.ledger.step != step + 1:
+            if server.parts.ledger.step != step + 1:
                 return
 
     # ---- for people -----------------------------------------------------------------------------

@@ -361,7 +361,7 @@ class Member:
 
     @property
     def step(self) -> int:
-        return self.server.ledger.step if self.server else 0
+        return self.server.parts.ledger.step if self.server else 0
 
     @property
     def activity(self) -> str:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from peer.calls import count, names
 from peer.commits import Commits, Prepared
-from peer.stage_server import Part
+from peer.parts import Part
 from swarm.averaging.errors import RoundFailedError
 from swarm.averaging.plan import MAX_SHARE
 from swarm.compute import Kind
@@ -75,20 +75,20 @@ class Orders:
         """Raises unless the order comes from a trainer, in a term of its own that is not stale."""
         if channel.peer not in self.trainers or term.trainer != channel.peer:
             raise RefusedError("only the run's trainers give orders, each in its own term")
-        seen = self.server.ledger.term
-        if not self.server.see(term):
+        seen = self.server.parts.ledger.term
+        if not self.server.parts.see(term):
             what = f"term {term.counter} was succeeded by {seen.counter}"
             raise CallFailedError("refused", what, stale=True)
         if term > seen:
             self._stop_round()
-            self._drop_uncounted(self.server.ledger.step)
+            self._drop_uncounted(self.server.parts.ledger.step)
 
     def _drop_uncounted(self, step: int) -> None:
         """Of `step` and later ones: it belongs to a term that is over, and holds slots."""
         for part in self.server.parts:
             if part.ledger.step >= step:
                 for index in part.ledger.keep_counted():
-                    self.server.drop(part, index)
+                    self.server.parts.drop(part, index)
 
     # ---- within a step --------------------------------------------------------------------------
 
@@ -97,24 +97,24 @@ class Orders:
         term, index = Term.read(body.get("term")), count(body.get("index"))
         self._heed(channel, term)
         step = count(body.get("step"))
-        part = self.server.part_of(step)
+        part = self.server.parts.of(step)
         fence = part.ledger.fence(term, step, index, count(body.get("try")))
         if fence.fenced:
-            self.server.drop(part, index)
+            self.server.parts.drop(part, index)
         return Message({"fenced": fence.fenced, "reason": fence.reason})
 
     async def _reset(self, channel: Channel, message: Message) -> Message:
         body = message.body
         term, step = Term.read(body.get("term")), count(body.get("step"))
         self._heed(channel, term)
-        part = self.server.part_of(step)
+        part = self.server.parts.of(step)
         ledger = part.ledger
         if step != ledger.step:
             raise RefusedError(f"this replica is at step {ledger.step}, not {step}")
         if ledger.reset(term, step, count(body.get("number"))):
-            if ledger is self.server.ledger:  # only the oldest step is averaged
+            if ledger is self.server.parts.ledger:  # only the oldest step is averaged
                 self._stop_round()
-            self.server.drop_works(part)
+            self.server.parts.drop_works(part)
             part.clearing = self.server.tasks.spawn(self._clear(part), "clear")
         if part.clearing is not None:
             # The order's connection may end: the ledger is empty, so the accumulator must be.
@@ -135,7 +135,7 @@ class Orders:
         Work that is not counted is dropped, also of later steps.
         """
         self._heed(channel, Term.read(message.body.get("term")))
-        part = self.server.part_of(count(message.body.get("step", self.server.ledger.step)))
+        part = self.server.parts.of(count(message.body.get("step", self.server.parts.ledger.step)))
         ledger = part.ledger
         self._drop_uncounted(ledger.step)
         counted = ledger.counted | ledger.uncertain
@@ -156,8 +156,8 @@ class Orders:
     async def _stand(self, channel: Channel, message: Message) -> Message:
         """For a leader that wonders: whether the device works, and how far a microbatch is."""
         server, index = self.server, count(message.body.get("index", 0))
-        step = count(message.body.get("step", server.ledger.step))
-        ledger = server.part_of(step).ledger
+        step = count(message.body.get("step", server.parts.ledger.step))
+        ledger = server.parts.of(step).ledger
         entry = ledger.entries.get(index) if ledger.step == step else None
         return Message(
             {
@@ -190,10 +190,10 @@ class Orders:
             raise WireError("an averaging order without a ledger")
         shares = read_shares(body.get("shares"), len(members))
         as_it_is = body.get("nonfinite") is True
-        if ballot.step == self.server.ledger.step + 1:
-            await self.server.commit_of(ballot.step - 1)
+        if ballot.step == self.server.parts.ledger.step + 1:
+            await self.server.parts.commit_of(ballot.step - 1)
         if self.commits.prepared is None or self.commits.prepared.ballot != ballot:
-            frozen = self.server.ledger.freeze(
+            frozen = self.server.parts.ledger.freeze(
                 ballot.term, ballot.step, ballot.attempt, {count(index) for index in expected}
             )
             if frozen.do is Do.REFUSE:
@@ -245,7 +245,7 @@ class Orders:
             raise CallFailedError("failed", error.message, suspect=error.peer) from None
         finally:
             marking.cancel()
-        if not (update.facts.finite or as_it_is or server.oldest.nonfinite):
+        if not (update.facts.finite or as_it_is or server.parts.oldest.nonfinite):
             # All that came here were numbers: what is added up here must be, too.
             mine = [server.state.accumulator]
             if not (await server.compute.run(Kind.UPDATE, lambda: finite(mine))).value:
@@ -258,7 +258,7 @@ class Orders:
     async def _abort(self, channel: Channel, message: Message) -> Message:
         ballot = Ballot.read(message.body.get("ballot"))
         self._heed(channel, ballot.term)
-        ledger = self.server.part_of(ballot.step).ledger
+        ledger = self.server.parts.of(ballot.step).ledger
         ledger.abort(ballot.term, ballot.step, ballot.attempt)
         if self._round_ballot is not None and self._round_ballot <= ballot:
             self._stop_round()
@@ -288,7 +288,7 @@ class Orders:
         await self.commits.commit(record)
         return Message(
             {
-                "step": self.server.ledger.step,
+                "step": self.server.parts.ledger.step,
                 "fingerprint": await self.commits.mark(),
                 **self.server.counted_bytes(),
             }

@@ -197,7 +197,7 @@ class Donor:
             reader = self._readers.get(channel.incarnation)  # it may have some gradients already
             if reader is not None and reader.step in self.copies and self._catchable(reader.since):
                 usable.add(reader.step)
-            return Message({"step": self.server.ledger.step, "copies": sorted(usable)})
+            return Message({"step": self.server.parts.ledger.step, "copies": sorted(usable)})
         copy = await self._copy_of(channel, body.get("step"))
         digests = await asyncio.shield(copy.hashing)
         snapshot = copy.snapshot
@@ -221,11 +221,11 @@ class Donor:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WAIT_S):
                 while step is not None and step not in self.copies:
-                    if self.server.ledger.step >= step:
+                    if self.server.parts.ledger.step >= step:
                         break
-                    await self.server.advanced.wait()
+                    await self.server.parts.advanced.wait()
         async with self._lock:
-            now = self.server.ledger.step
+            now = self.server.parts.ledger.step
             if step is not None and step not in self.copies and step != now:
                 raise RefusedError(f"this replica is at step {now}, and has no copy of {step}")
             if step is None:
@@ -249,7 +249,7 @@ class Donor:
 
     def _catchable(self, step: int) -> bool:
         """Whether the gradients of all commits since `step` are here."""
-        steps = range(step, self.server.ledger.step)
+        steps = range(step, self.server.parts.ledger.step)
         return all(self._find_gradient(each, committed=True) is not None for each in steps)
 
     @staticmethod
@@ -273,7 +273,7 @@ class Donor:
 
         def copy() -> Snapshot:
             return Snapshot(
-                self.server.ledger.step,
+                self.server.parts.ledger.step,
                 state.updates,
                 state.fingerprint(),
                 self.commits.record,
@@ -317,7 +317,7 @@ class Donor:
         hashes = (await self.server.compute.run(Kind.BACKGROUND, state.tensor_hashes)).value
         return Message(
             {
-                "step": self.server.ledger.step,
+                "step": self.server.parts.ledger.step,
                 "hashes": hashes,
                 **self.server.counted_bytes(),
             }
@@ -361,11 +361,11 @@ class Donor:
         if committed:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(WAIT_S):
-                    while self.server.ledger.step <= step and self.commits.valid:
-                        await self.server.advanced.wait()
+                    while self.server.parts.ledger.step <= step and self.commits.valid:
+                        await self.server.parts.advanced.wait()
         found = self._find_gradient(step, committed=committed)
         if found is None:
-            at = self.server.ledger.step if self.commits.valid else -1
+            at = self.server.parts.ledger.step if self.commits.valid else -1
             raise CallFailedError("refused", f"the gradient of step {step} is not here", at=at)
         record, gradient = found
         part = gradient[start : start + GRADIENT_CHUNK]

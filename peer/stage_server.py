@@ -6,9 +6,7 @@ sent, runs the backward, counts, and answers. Forward and backward are tasks of 
 of the call, so a call whose upstream dies loses nothing. Orders of the leader are in
 `peer.orders`.
 
-A step under way is a `Part`: its ledger, its kept answers, and the version of the state that it
-begins with. There are as many as the state has versions, one with the exact policy; they take
-turns, and share device, slots and connections.
+A step under way is a `Part` (`peer.parts`); they share device, slots and connections.
 """
 
 from __future__ import annotations
@@ -16,25 +14,25 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from peer.calls import FIELDS_CODEC, MicrobatchCall, count, names
-from peer.kept import KeptAnswers, Work
+from peer.kept import Work
+from peer.parts import Part, Parts
 from peer.slots import Slots
 from swarm.compute import Compute, Kind, Timed, WatchedCompute
 from swarm.delayed_state import State
 from swarm.device import Arrivals, Uploader, settle
 from swarm.errors import JoinError, RefusedError, StageFailedError, TransportError, WireError
 from swarm.finite import NotFiniteError, finite
-from swarm.ledger import Decision, Do, Ledger
+from swarm.ledger import Decision, Do
 from swarm.model.stage import gradient_specs
 from swarm.net.channel import CallFailedError, Channel, Message, Method
 from swarm.net.links import Links
 from swarm.spec import TensorSpec
-from swarm.stage_state import Graph, StageState
+from swarm.stage_state import Graph
 from swarm.tasks import TaskSet
 from swarm.terms import Term
 from swarm.wire.boundaries import BACKWARD, FORWARD, LOSSLESS, BoundaryCodecs
@@ -42,8 +40,6 @@ from swarm.wire.codecs import TensorMeta, WireTensor
 from swarm.wire.frames import check_indices, check_tensors
 
 log = logging.getLogger(__name__)
-
-COMMIT_WAIT_S = 60.0
 
 
 class PipelineShape(Protocol):
@@ -60,17 +56,6 @@ Probe = Callable[..., None]
 
 def no_probe(point: str, **facts: Any) -> None:
     """The default probe: nobody watches."""
-
-
-@dataclass(slots=True, eq=False)
-class Part:
-    """What a replica holds of one step under way."""
-
-    state: StageState
-    ledger: Ledger
-    kept: KeptAnswers
-    clearing: asyncio.Task[None] | None = None  # for the last reset
-    nonfinite: bool = False  # something counted in this step was no number when it came
 
 
 class StageServer:
@@ -99,16 +84,11 @@ class StageServer:
         self.stage, self.state, self.pipeline = stage, state, pipeline
         # Stages of one process share their device, and its watch.
         self.compute = compute if isinstance(compute, WatchedCompute) else WatchedCompute(compute)
-        self.codecs, self.ahead, self.probe = codecs, ahead, probe
-        versions = state.live
-        self.parts = [
-            Part(version, Ledger(step, len(versions)), KeptAnswers(kept_bytes // len(versions)))
-            for step, version in enumerate(versions)
-        ]
+        self.codecs, self.probe = codecs, probe
         self.slots = Slots(slots)
+        self.parts = Parts(state, kept_bytes, ahead, release=self._release)
         self.uploader = Uploader(state.device)
         self.tasks = TaskSet()
-        self.advanced = asyncio.Event()  # replaced at every commit
         self.sent_bytes = 0  # activations to the next stage, on the wire
         self.raw_bytes = 0  # the same before the codec
         self.returned_bytes = 0  # gradients to the previous stage, on the wire
@@ -118,30 +98,6 @@ class StageServer:
         last = stage == pipeline.num_stages - 1
         self._inputs = pipeline.boundary(stage - 1) if stage > 0 else ()
         self._outputs = () if last else pipeline.boundary(stage)
-
-    def part_of(self, step: int) -> Part:
-        """Of that step, if it is under way; its ledger says so."""
-        return self.parts[step % len(self.parts)]
-
-    def _version(self, part: Part, index: int) -> StageState:
-        """What a microbatch of `part` is computed with: those that need not wait for the commit
-        before theirs do not see what it makes."""
-        return part.state if index < self.ahead else self.state.live[-1]
-
-    @property
-    def oldest(self) -> Part:
-        """Of the next step to be committed, which is the state's step."""
-        return min(self.parts, key=lambda part: part.ledger.step)
-
-    @property
-    def ledger(self) -> Ledger:
-        """Of the oldest step under way."""
-        return self.oldest.ledger
-
-    @property
-    def kept(self) -> KeptAnswers:
-        """Of the oldest step under way."""
-        return self.oldest.kept
 
     def methods(self) -> dict[str, Method]:
         """What other peers may call here."""
@@ -194,7 +150,7 @@ class StageServer:
 
     async def _serve(self, call: MicrobatchCall, tensors: Sequence[WireTensor]) -> Message:
         """Every failure names this hop, or the leader would suspect the first of the route."""
-        part = self.part_of(call.step)
+        part = self.parts.of(call.step)
         if call.term > part.ledger.term:
             # A call comes from any peer: only an order of the trainer itself raises the term.
             raise RefusedError("no order of that term has come here")
@@ -202,7 +158,7 @@ class StageServer:
         if decision.do is Do.REFUSE:
             raise CallFailedError("refused", decision.reason, hop=call.hop)
         if decision.do is Do.RUN:
-            self.drop(part, call.index)
+            self.parts.drop(part, call.index)
             work = part.kept.works[call.index] = Work(call.index)
             work.forward = self.tasks.spawn(self._forward(part, work, call, tensors))
         work = part.kept.works[call.index]
@@ -234,14 +190,14 @@ class StageServer:
     async def _decide(self, part: Part, call: MicrobatchCall) -> Decision:
         """What the ledger says, once what the microbatch is computed with is there."""
         while True:
-            if call.index >= self.ahead and part.ledger.step == call.step:
-                await self.commit_of(call.step - 1)
+            if call.index >= self.parts.ahead and part.ledger.step == call.step:
+                await self.parts.commit_of(call.step - 1)
             decision = part.ledger.on_call(
                 call.term, call.step, call.index, call.try_, call.attempt
             )
             if decision.do is not Do.AWAIT_COMMIT:
                 return decision
-            await self.commit_of(call.step - len(self.parts))
+            await self.parts.commit_of(call.step - len(self.parts))
 
     async def _forward(
         self, part: Part, work: Work, call: MicrobatchCall, tensors: Sequence[WireTensor]
@@ -286,7 +242,7 @@ class StageServer:
         arrived = arrivals.tensors()
         batch, inputs = self._named(arrived)
         divisor = call.divisor if call.is_last else None
-        graph = self._version(part, call.index).forward(
+        graph = self.parts.version(part, call.index).forward(
             call.step, call.index, inputs, batch, divisor
         )
         if not work.nonfinite and not finite(graph.outputs):
@@ -441,15 +397,6 @@ class StageServer:
             work.holds_slot = False
             self.slots.release()
 
-    async def commit_of(self, step: int) -> None:
-        """Wait until `step` is committed here. Raises RefusedError when that takes too long."""
-        try:
-            async with asyncio.timeout(COMMIT_WAIT_S):
-                while self.ledger.step <= step:
-                    await self.advanced.wait()
-        except TimeoutError:
-            raise RefusedError(f"the commit of step {step} did not arrive") from None
-
     # ---- validation -----------------------------------------------------------------------------
 
     async def _evaluate(self, channel: Channel, message: Message) -> Message:
@@ -457,10 +404,12 @@ class StageServer:
         body = message.body
         step, hop, route = body["step"], body["hop"], body["route"]
         check_indices(message.tensors, self._field_specs)
-        if self.ledger.step < step:
-            await self.commit_of(step - 1)
-        if self.ledger.step != step:
-            raise CallFailedError("refused", f"at step {self.ledger.step}, not {step}", hop=hop)
+        if self.parts.ledger.step < step:
+            await self.parts.commit_of(step - 1)
+        if self.parts.ledger.step != step:
+            raise CallFailedError(
+                "refused", f"at step {self.parts.ledger.step}, not {step}", hop=hop
+            )
 
         arrivals = self.uploader.begin(message.tensors)
 
@@ -478,45 +427,6 @@ class StageServer:
             return await channel.call("evaluate", {**body, "hop": hop + 1}, [*fields, *y])
         except (TransportError, JoinError) as error:
             raise CallFailedError("unreachable", str(error), hop=hop + 1) from None
-
-    # ---- between steps, called by orders --------------------------------------------------------
-
-    def see(self, term: Term) -> bool:
-        """Take notice of a term; False when a higher one has been seen: refuse what carried it."""
-        heeded = [part.ledger.see(term) for part in self.parts]
-        return all(heeded)
-
-    def drop(self, part: Part, index: int) -> None:
-        """Forget one microbatch and stop what is under way for it."""
-        part.kept.drop(index, self._release)
-
-    def drop_works(self, part: Part) -> None:
-        """Forget a step's answers and stop what is under way."""
-        part.kept.clear(self._release)
-        part.nonfinite = False
-
-    def committed(self) -> None:
-        """The oldest step is: its part is that of a later step now, with an empty ledger. What
-        is under way of the others goes on."""
-        part = self.oldest
-        self._begin(part, part.ledger.step + len(self.parts))
-        self._tell_advanced()
-
-    def advance(self, step: int) -> None:
-        """The state was replaced, and is that of `step` now, with empty ledgers."""
-        for number, version in enumerate(self.state.live, start=step):
-            part = self.part_of(number)
-            part.state = version
-            self._begin(part, number)
-        self._tell_advanced()
-
-    def _begin(self, part: Part, step: int) -> None:
-        self.drop_works(part)
-        part.ledger.advance(step)
-
-    def _tell_advanced(self) -> None:
-        advanced, self.advanced = self.advanced, asyncio.Event()
-        advanced.set()
 
     async def aclose(self) -> None:
         """End what runs here. The device is its owner's to close."""

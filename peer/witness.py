@@ -117,7 +117,7 @@ def peer(
                 ballot=[list(ballot.term), ballot.step, ballot.attempt],
                 stage=server.stage,
                 replica=server.links.incarnation,
-                counted=sorted(server.ledger.counted),
+                counted=sorted(server.parts.ledger.counted),
             )
             return await super()._prepare(ballot, *args, **options)
 

@@ -16,7 +16,7 @@ def snapshot_of(member: Member) -> Snapshot | None:
     if server is None or commits is None or not commits.valid:
         return None
     tensors = {name: each.clone() for name, each in server.state.tensors().items()}
-    snapshot = Snapshot(server.ledger.step, server.state.updates, "", commits.record, tensors)
+    snapshot = Snapshot(server.parts.ledger.step, server.state.updates, "", commits.record, tensors)
     snapshot.fingerprint = snapshot_mark(snapshot)
     return snapshot
 
@@ -57,7 +57,7 @@ class Checkpoints(MemorySaved):
     def note(self, member: Member) -> int | None:
         """It has applied a commit. The step of the checkpoint that became complete with it."""
         server = member.server
-        step = server.ledger.step if server else 0
+        step = server.parts.ledger.step if server else 0
         if server is None or step % self.every or step in self.states:
             return None
         parts = self._parts.setdefault(step, {})

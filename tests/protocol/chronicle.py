@@ -146,7 +146,7 @@ def _has_state(
     if server is None or commits is None or server.stage != stage or not commits.valid:
         return False
     sha256 = commits.prepared.update.facts.sha256 if commits.prepared else ""
-    step = server.ledger.step
+    step = server.parts.ledger.step
     if step == next_step:
         return all(sha256 == record.gradients[stage] for record in pending)
     if newest is None or step != next_step - 1:

@@ -130,7 +130,7 @@ def spoil_forward(state: StageState) -> None:
 def spoil_gradients(server: StageServer) -> None:
     """The backward of whatever has its forward behind it gives NaN, inside and to the stage
     before."""
-    for work in server.kept.works.values():
+    for work in server.parts.kept.works.values():
         if work.graph is not None:
             work.graph.outputs[0].register_hook(lambda gradient: gradient * math.nan)
             return

@@ -526,7 +526,8 @@ class Swarm:
         alive = {member.links.incarnation: member for member in self.members.values()}
         for stage, names in leader.record.members.items():
             servers = [alive[name].server for name in names if name in alive]
-            ledgers = [s.ledger.counted for s in servers if s is not None and s.ledger.step == step]
+            parts = [server.parts for server in servers if server is not None]
+            ledgers = [each.ledger.counted for each in parts if each.ledger.step == step]
             counted = sorted(index for ledger in ledgers for index in ledger)
             everybody = len(ledgers) == len(names)
             expected = list(range(self.plan.num_microbatches))

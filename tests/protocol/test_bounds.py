@@ -121,7 +121,7 @@ class Flooded(Swarm):
             self.note("tasks of a device", len(self.computes[name]._waiting))
             if member.server is None or member.donor is None or member.catching_up is None:
                 continue
-            works, counted = member.server.kept.works, member.server.ledger.counted
+            works, counted = member.server.parts.kept.works, member.server.parts.ledger.counted
             self.note("kept bytes", sum(works[i].kept_bytes for i in counted if i in works))
             self.note("slots", member.server.slots.held)
             self.note("copies", len(member.donor.copies))

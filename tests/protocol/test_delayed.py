@@ -149,10 +149,10 @@ def test_two_steps_at_most_are_under_way(ahead: int) -> None:
         if point == "forward":
             server = swarm.members[who].server
             assert server is not None
-            assert facts["step"] - server.ledger.step in (0, 1)
+            assert facts["step"] - server.parts.ledger.step in (0, 1)
             if facts["index"] >= ahead:
-                assert facts["step"] == server.ledger.step, "it needs the commit before"
-            early[facts["step"] > server.ledger.step] += 1
+                assert facts["step"] == server.parts.ledger.step, "it needs the commit before"
+            early[facts["step"] > server.parts.ledger.step] += 1
 
     passed, swarm.on_probe = swarm.on_probe, note  # type: ignore[method-assign]
     check(swarm)
@@ -203,8 +203,8 @@ class Between(Swarm):
         server, orders = member.server, member.orders
         assert server is not None
         assert orders is not None
-        step = server.ledger.step
-        ahead = server.part_of(step + 1).ledger
+        step = server.parts.ledger.step
+        ahead = server.parts.of(step + 1).ledger
         busy = [entry.phase for entry in ahead.entries.values()]
         if step and orders.averaging and ahead.counted and Phase.COUNTED in busy:
             self.struck = (step, ahead.counted)

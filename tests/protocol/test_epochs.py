@@ -68,7 +68,7 @@ class EpochSwarm(Swarm):
         found: dict[int, Snapshot] = {}
         for member in self.members.values():
             server = member.server
-            if server is None or server.ledger.step != step:
+            if server is None or server.parts.ledger.step != step:
                 continue
             if (snapshot := snapshot_of(member)) is not None:
                 found[server.stage] = snapshot

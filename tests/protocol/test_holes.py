@@ -504,7 +504,7 @@ def test_a_call_cannot_raise_the_term() -> None:
         links, channel = await stranger(swarm, "mallory", "r1.0#1")
         server = swarm.members["r1.0"].server
         assert server is not None
-        before = server.ledger.term
+        before = server.parts.ledger.term
         term = Term(0, 1 << 39, f"{LEADER}#1")
         route = ("r0.0#1", "r1.0#1", "r2.0#1")
         call = MicrobatchCall(term, 1, 0, 1, 0, route, 1, 16.0, False)
@@ -518,7 +518,7 @@ def test_a_call_cannot_raise_the_term() -> None:
         with pytest.raises(CallFailedError, match="term") as refused:
             await channel.call("microbatch", call.body(), [*swarm.leader.encode(batch), y])
         assert refused.value.kind == "refused"
-        assert server.ledger.term == before
+        assert server.parts.ledger.term == before
         await links.aclose()
 
     assert during(Swarm(), act)["sha256"] == baseline()[0]
@@ -544,7 +544,7 @@ def test_a_replica_that_calls_the_term_stale_does_not_stop_the_leader() -> None:
     async def act(swarm: Swarm) -> None:
         server = swarm.members["r1.0"].server
         assert server is not None
-        server.ledger.term = Term(0, 1 << 30, f"{LEADER}#9")
+        server.parts.ledger.term = Term(0, 1 << 30, f"{LEADER}#9")
 
     swarm = Swarm(plan=plan(4, 3))
     stop = swarm.settle
@@ -562,9 +562,9 @@ def test_a_member_whose_ledger_differs_is_expelled_and_its_share_computed_again(
     async def act(swarm: Swarm) -> None:
         server = swarm.members["r1.0"].server
         assert server is not None
-        await until(lambda: server.ledger.step == 1 and bool(server.ledger.counted))
-        lost = min(server.ledger.counted)
-        del server.ledger.entries[lost]  # as after a reset the leader does not know of
+        await until(lambda: server.parts.ledger.step == 1 and bool(server.parts.ledger.counted))
+        lost = min(server.parts.ledger.counted)
+        del server.parts.ledger.entries[lost]  # as after a reset the leader does not know of
 
     swarm = Swarm()
     assert during(swarm, act)["sha256"] == baseline()[0]
@@ -583,18 +583,18 @@ def test_a_reset_whose_connection_ends_is_carried_out_whole() -> None:
         assert server is not None
         assert orders is not None
         assert member.leader is not None
-        await until(lambda: server.ledger.step == 1 and bool(server.ledger.counted))
+        await until(lambda: server.parts.ledger.step == 1 and bool(server.parts.ledger.counted))
         number, clear = leader.step.next_try(), server.state.clear
 
         def noted() -> None:
-            cleared.append(server.ledger.floor)
+            cleared.append(server.parts.ledger.floor)
             clear()
 
         server.state.clear = noted  # type: ignore[method-assign]
         order = Message({"term": list(leader.term), "step": 1, "number": number})
         answering = asyncio.ensure_future(orders._reset(member.leader, order))
         await asyncio.sleep(0)
-        assert not server.ledger.counted
+        assert not server.parts.ledger.counted
         answering.cancel()
         await until(lambda: bool(cleared))
         assert cleared == [number]

@@ -96,8 +96,8 @@ class Struck(Swarm):
         assert server is not None
         assert commits is not None
         if index is not None:
-            entry = server.ledger.entries.get(index)
-            work = server.kept.works.get(index)
+            entry = server.parts.ledger.entries.get(index)
+            work = server.parts.kept.works.get(index)
             if entry is None or work is None:
                 return "gone"
             running = self.computes[VICTIM]._busy and not self.computes[VICTIM]._waiting
@@ -113,7 +113,7 @@ class Struck(Swarm):
             return "committing"
         if commits.prepared is not None:
             return "prepared"
-        return "averaging" if server.ledger.frozen_attempt is not None else "elsewhere"
+        return "averaging" if server.parts.ledger.frozen_attempt is not None else "elsewhere"
 
     async def depart(self, who: str) -> None:
         await self.members[who].drain(30.0)

@@ -123,7 +123,7 @@ class Deposed(Swarm):
 
     def leader_of(self, who: str) -> Term | None:
         server = self.members[who].server
-        return server.ledger.term if server is not None else None
+        return server.parts.ledger.term if server is not None else None
 
     async def orders(self) -> None:
         """All that a leader can order, of every replica, in the term that is over."""
@@ -139,7 +139,7 @@ class Deposed(Swarm):
             assert self.leader is not None
             channel = await links.channel(f"{name}#1")
             ballot = [term, STEP, 99]
-            index = min(server.ledger.counted, default=0)
+            index = min(server.parts.ledger.counted, default=0)
             route = ["r0.0#1", "r1.0#1", "r2.0#1"]
             route[server.stage] = f"{name}#1"
             call = MicrobatchCall(
@@ -158,7 +158,7 @@ class Deposed(Swarm):
                 with pytest.raises(CallFailedError, match="succeeded") as refused:
                     await channel.call(method, body)
                 assert refused.value.detail.get("stale") is True
-            decision = server.ledger.on_call(
+            decision = server.parts.ledger.on_call(
                 call.term, call.step, call.index, call.try_, call.attempt
             )
             assert "succeeded" in decision.reason

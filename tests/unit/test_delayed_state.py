@@ -164,11 +164,11 @@ def test_an_answer_computed_again_while_a_step_is_committed_leaves_no_gradient_b
 
     async def meanwhile(*_: Any) -> tuple[None, tuple[()]]:
         ours.apply(torch.ones_like(ours.parameters), lr=0.1, scale=1.0)
-        server.committed()
+        server.parts.committed()
         return None, ()
 
     server._go_on = meanwhile  # type: ignore[assignment, method-assign]
-    asyncio.run(server._recompute(server.part_of(0), Work(1), call, fields))
+    asyncio.run(server._recompute(server.parts.of(0), Work(1), call, fields))
     assert ours.updates == 1
     for version in ours.live:
         assert all(each.grad is None for each in version.stage.parameters())
