@@ -44,18 +44,26 @@ _FREE_SPACE = "free some space, or lower [checkpoint] keep in the next run"
 def run_dir_of(source: str | Path) -> Path:
     """The run directory a person means: itself, its `checkpoints`, or a checkpoint in it; resolved.
 
-    A checkpoint that was copied elsewhere stands for itself. Raises ConfigError when there is no
-    such directory.
+    Its `checkpoints` may be a link to another disk. A checkpoint that was copied elsewhere stands
+    for itself. Raises ConfigError when there is no such directory.
     """
-    found = Path(source).resolve()
-    if not found.is_dir():
-        what = f"{source} is no directory" if found.exists() else f"no directory {source}"
+    if not Path(source).is_dir():
+        what = f"{source} is no directory" if Path(source).exists() else f"no directory {source}"
         raise ConfigError(what, "give a run directory, as runs/NAME-ID")
-    if (found / "run.json").exists() or (found / "checkpoints").is_dir():
-        return found  # also where it is called "checkpoints" itself
-    if found.name == "checkpoints":
-        return found.parent
-    return found.parent.parent if found.parent.name == "checkpoints" else found
+    resolved = Path(source).resolve()
+    # As it was named first: what a link leads to need not lie in the run.
+    for found in (resolved if ".." in Path(source).parts else Path(source).absolute(), resolved):
+        if _is_run(found):
+            return found.resolve()  # also where it is called "checkpoints" itself
+        if found.name == "checkpoints":
+            return found.parent.resolve()
+        if found.parent.name == "checkpoints":
+            return found.parent.parent.resolve()
+    return resolved
+
+
+def _is_run(directory: Path) -> bool:
+    return (directory / "run.json").exists() or os.path.lexists(directory / "checkpoints")
 
 
 def begin(run_dir: str | Path, step: int) -> Path:
@@ -134,23 +142,19 @@ def abandon(staging: Path) -> None:
 def is_checkpoint(source: str | Path) -> bool:
     """Whether a person names one checkpoint, complete or not, rather than a run. Raises ConfigError
     when there is no such directory."""
-    inside = run_dir_of(source) / "checkpoints" == Path(source).resolve().parent
-    return inside or (Path(source) / MANIFEST).is_file()
+    root = run_dir_of(source) / "checkpoints"
+    return root.resolve() == Path(source).resolve().parent or (Path(source) / MANIFEST).is_file()
 
 
 def has_any(run_dir: str | Path) -> bool:
-    """Whether there are checkpoints, be they complete or not."""
+    """Whether there are checkpoints, be they complete or not. Raises DataError when they cannot be
+    looked for."""
     return bool(_directories(Path(run_dir) / "checkpoints"))
-
-
-def latest(run_dir: str | Path) -> Path | None:
-    """The newest complete checkpoint of a run; torn and incomplete ones are ignored."""
-    return next(iter(newest_first(run_dir)), None)
 
 
 def newest_first(run_dir: str | Path, say: Callable[[str], None] = lambda line: None) -> list[Path]:
     """The complete checkpoints of a run: those of later epochs first, then of later steps. `say`
-    gets a line for each that is not complete."""
+    gets a line for each that is not complete. Raises DataError when there is no looking."""
     complete = []
     for path in _directories(Path(run_dir) / "checkpoints"):
         try:
@@ -217,10 +221,13 @@ def prune(run_dir: str | Path, keep: int) -> list[Path]:
 
 
 def _directories(root: Path) -> list[Path]:
+    if not os.path.lexists(root):
+        return []
     try:
         found = [path for path in root.iterdir() if _STEP.fullmatch(path.name)]
-    except OSError:
-        return []
+    except OSError as error:  # a link to a disk that is away: none to be seen, yet not none
+        what = f"cannot read {root}: {error.strerror or error}"
+        raise DataError(what, "mount the disk it is on, or make it readable") from None
     return sorted(found, key=_step_of, reverse=True)
 
 

@@ -7,7 +7,7 @@ files are read where the config says they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,34 @@ from swarm.model.export import SavedTokenizer, export_model
 
 
 def export_checkpoint(
-    source: str | Path, out: str | Path, cache_dir: Path | None = None
+    source: str | Path,
+    out: str | Path,
+    cache_dir: Path | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Write the model of a run directory's newest checkpoint, or of one checkpoint, to `out`.
+    """Write the model of one checkpoint to `out`; of a run directory, of the newest that is whole.
+
+    `say` gets a line for each that is passed over.
 
     Returns the checkpoint's manifest. Raises DataError (no or a damaged checkpoint), ConfigError
     (PipelineError), StorageError; `out` is as it was then.
     """
-    directory = find_checkpoint(source)
+    if checkpoints.is_checkpoint(source):
+        return _export(Path(source), out, cache_dir)
+    refused: DataError | None = None
+    for path in checkpoints.newest_first(checkpoints.run_dir_of(source), say):
+        try:
+            return _export(path, out, cache_dir)
+        except DataError as error:
+            say(checkpoints.passed_over(path, error))
+            refused = refused or error
+    raise refused or DataError(
+        f"{source} holds no complete checkpoint",
+        "set [checkpoint] every in run.toml, or let a run reach its end",
+    )
+
+
+def _export(directory: Path, out: str | Path, cache_dir: Path | None) -> dict[str, Any]:
     manifest = checkpoints.load_manifest(directory)
     config = config_of(manifest, directory)
     tensors = read_model(directory, manifest)
@@ -43,20 +63,6 @@ def export_checkpoint(
     except RuntimeError as error:  # load_state_dict: shapes that are not the model's
         raise DataError(f"{directory} does not fit its config: {error}") from None
     return manifest
-
-
-def find_checkpoint(source: str | Path) -> Path:
-    """The checkpoint meant by a run directory, its `checkpoints`, or a checkpoint itself."""
-    source = Path(source)
-    if checkpoints.is_checkpoint(source):
-        return source
-    found = checkpoints.latest(checkpoints.run_dir_of(source))
-    if found is not None:
-        return found
-    raise DataError(
-        f"{source} holds no complete checkpoint",
-        "set [checkpoint] every in run.toml, or let a run reach its end",
-    )
 
 
 def config_of(manifest: Mapping[str, Any], directory: Path) -> RunConfig:

@@ -311,7 +311,7 @@ def born_from(source: Path, run_dir: Path) -> bool:
     if parent is None or checkpoints.is_checkpoint(source):
         return False
     meant = str(checkpoints.run_dir_of(source))
-    return meant == parent.get("path") and bool(checkpoints.newest_first(run_dir))
+    return meant == parent.get("path") and checkpoints.has_any(run_dir)
 
 
 def parent_of(run_dir: Path) -> dict[str, Any] | None:

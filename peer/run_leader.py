@@ -256,6 +256,7 @@ class LeaderProcess:
             origin = await asyncio.to_thread(
                 take_over, self._resume, self.run_dir, self.config, self.pipeline, self._say
             )
+            write_durably(self.run_dir / "run.json", canonical_bytes(self.config))
             self._say(f"resuming from step {origin.step}")
         self.status.parent = parent_of(self.run_dir)
         return origin
@@ -268,7 +269,8 @@ class LeaderProcess:
         log.info("%s", text)
 
     def _prepare_directory(self) -> None:
-        """Make the run's directory; refuse one that holds another run."""
+        """Make the run's directory; refuse one that holds another run. Where it is to go back, it
+        is this run's only from then on: a refusal leaves none behind."""
         path = self.run_dir / "run.json"
         data = canonical_bytes(self.config)
         try:
@@ -282,7 +284,8 @@ class LeaderProcess:
                 f"cannot use {self.run_dir}: {error.strerror}",
                 "choose another directory with --dir",
             ) from None
-        write_durably(path, data)
+        if self._resume is None:
+            write_durably(path, data)
 
     # ---- leading --------------------------------------------------------------------------------
 

@@ -339,8 +339,8 @@ def export(
     with fail_in_one_line(debug):
         from peer.export import export_checkpoint
 
-        export_checkpoint(directory, out)
-        typer.echo(f"wrote {out}")
+        manifest = export_checkpoint(directory, out, say=typer.echo)
+        typer.echo(f"wrote {out}, of step {manifest['step']}")
 
 
 @app.command()

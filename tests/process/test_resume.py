@@ -197,6 +197,14 @@ def test_up_and_baseline_resume(forks: Forks, tmp_path: Path) -> None:
     assert "passed over checkpoint step-4: " in again.out
     assert "paused" not in again.out  # step 2 is also what its peers are given
     assert oracle.out.splitlines()[-1] in again.out
+    for path in where.glob("checkpoints/*/manifest.json"):
+        path.unlink()
+    wider = toml(tmp_path / "wider.toml", steps=60)
+    child = tmp_path / "child"
+    refused = forks.swarm("up", wider, "--resume", where, "--dir", child)
+    assert refused.code() != 0
+    assert "holds no complete checkpoint" in refused.err
+    assert not (child / "run.json").exists()  # so that the same command can be given again
     nothing = forks.swarm("up", run, "--resume", tmp_path / "nowhere")
     assert nothing.code() != 0
     assert nothing.err.count("\n") == 1, nothing.err

@@ -66,10 +66,14 @@ def write(
     return checkpoints.complete(staging, manifest)
 
 
+def latest(run_dir: Path) -> Path | None:
+    return next(iter(checkpoints.newest_first(run_dir)), None)
+
+
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     state = a_state()
     directory = write(tmp_path, 7, state)
-    assert directory == tmp_path / "checkpoints" / "step-7" == checkpoints.latest(tmp_path)
+    assert directory == tmp_path / "checkpoints" / "step-7" == latest(tmp_path)
     manifest = checkpoints.load_manifest(directory)
     assert (manifest["step"], manifest["run_id"]) == (7, "ab")
     for k, part in enumerate(state):
@@ -94,7 +98,7 @@ def test_views_of_a_flat_tensor_and_an_empty_optimizer_can_be_written(tmp_path: 
 
 
 def test_torn_and_incomplete_checkpoints_are_ignored(tmp_path: Path) -> None:
-    assert checkpoints.latest(tmp_path) is None
+    assert latest(tmp_path) is None
     whole = write(tmp_path, 10, a_state())
     write(tmp_path, 9, a_state())
     root = tmp_path / "checkpoints"
@@ -108,7 +112,7 @@ def test_torn_and_incomplete_checkpoints_are_ignored(tmp_path: Path) -> None:
     (root / "step-x").mkdir()
     staging = checkpoints.begin(tmp_path, 16)
     checkpoints.write_stage(staging, 0, a_state()[0], {})
-    assert checkpoints.latest(tmp_path) == whole
+    assert latest(tmp_path) == whole
     said: list[str] = []
     assert checkpoints.newest_first(tmp_path, said.append)[0] == whole
     assert [line.split(":")[0] for line in said] == [
@@ -165,7 +169,7 @@ def test_prune_keeps_the_newest_complete_ones(tmp_path: Path) -> None:
     left = ["step-10", "step-11", "step-5"]
     assert sorted(os.listdir(tmp_path / "checkpoints")) == left
     checkpoints.prune(tmp_path, 0)
-    assert checkpoints.latest(tmp_path) == tmp_path / "checkpoints" / "step-10"
+    assert latest(tmp_path) == tmp_path / "checkpoints" / "step-10"
 
 
 def test_the_same_step_again_replaces(tmp_path: Path) -> None:
@@ -193,7 +197,7 @@ def test_killed_while_the_same_step_replaces_one_of_them_is_there(
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path, 3, a_state(1))
     monkeypatch.undo()
-    directory = checkpoints.latest(tmp_path)
+    directory = latest(tmp_path)
     assert directory is not None
     checkpoints.read_stage_parameters(directory, 1)
     write(tmp_path, 4, a_state(1))
@@ -216,7 +220,7 @@ def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(tmp_path: Path) 
     assert "cannot write" in str(caught.value)
     assert "free some space" in str(caught.value)
     checkpoints.abandon(staging)
-    assert checkpoints.latest(tmp_path) == whole
+    assert latest(tmp_path) == whole
 
 
 def trained(config: RunConfig) -> list[dict[str, Tensor]]:
@@ -345,6 +349,77 @@ def test_a_run_its_checkpoints_or_one_of_them_mean_the_run(tmp_path: Path) -> No
     assert checkpoints.run_dir_of(copied) == copied.resolve()
     with pytest.raises(ConfigError, match=r"run\.json is no directory"):
         checkpoints.run_dir_of(tmp_path / "run" / "run.json")
+
+
+def test_checkpoints_may_lie_on_another_disk(tmp_path: Path) -> None:
+    """Behind a link; while that disk is away there are not *none*."""
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    step = run / "checkpoints" / "step-4"
+    (disk / "step-4").mkdir(parents=True)
+    run.mkdir()
+    (run / "checkpoints").symlink_to(Path("..") / "disk")
+    for begun in (False, True):
+        for source in (run, run / "checkpoints", step):
+            assert checkpoints.run_dir_of(source) == run.resolve()
+            assert checkpoints.is_checkpoint(source) == (source == step)
+        if not begun:
+            (run / "run.json").write_text("{}")
+    assert checkpoints.has_any(run)
+    shutil.rmtree(disk)
+    assert checkpoints.run_dir_of(run) == run.resolve()
+    for look in (checkpoints.has_any, checkpoints.newest_first):
+        with pytest.raises(DataError, match="cannot read") as away:
+            look(run)
+        assert "mount the disk" in away.value.remedy
+    loop = tmp_path / "loop"
+    loop.symlink_to("loop")
+    with pytest.raises(ConfigError, match="no directory"):
+        checkpoints.run_dir_of(loop)
+
+
+def test_a_link_to_a_checkpoint_means_its_run(tmp_path: Path) -> None:
+    step = tmp_path / "run" / "checkpoints" / "step-4"
+    step.mkdir(parents=True)
+    (tmp_path / "newest").symlink_to(step)
+    assert checkpoints.run_dir_of(tmp_path / "newest") == (tmp_path / "run").resolve()
+    assert checkpoints.is_checkpoint(tmp_path / "newest")
+
+
+def test_a_run_that_went_on_from_another_is_not_begun_again_when_it_cannot_be_read(
+    tmp_path: Path,
+) -> None:
+    """The same command a second time means to go on: its checkpoints are not replaced."""
+    from peer.resume import take_over
+    from swarm.model import build_pipeline
+
+    config, source, run = a_config(), tmp_path / "source", tmp_path / "run"
+    run.mkdir()
+    checkpointed(config, run)
+    (run / "parent.json").write_text(json.dumps({"path": str(source.resolve())}))
+    (source / "checkpoints").mkdir(parents=True)
+    manifest = run / "checkpoints" / "step-4" / checkpoints.MANIFEST
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    written = manifest.read_bytes()
+    with pytest.raises(DataError, match="holds no complete checkpoint"):
+        take_over(source, run, config, build_pipeline(config))
+    assert manifest.read_bytes() == written
+
+
+def test_an_export_takes_the_newest_that_is_whole(tmp_path: Path) -> None:
+    config, said = a_config(), list[str]()
+    checkpointed(config, tmp_path)
+    newest = tmp_path / "checkpoints" / "step-5"
+    shutil.copytree(tmp_path / "checkpoints" / "step-4", newest)
+    manifest = newest / checkpoints.MANIFEST
+    manifest.write_text(manifest.read_text().replace('"step": 4', '"step": 5'))
+    (part,) = newest.glob("stage-0.safetensors")
+    data = bytearray(part.read_bytes())
+    data[-1] ^= 1
+    part.write_bytes(data)
+    assert export_checkpoint(tmp_path, tmp_path / "out", say=said.append)["step"] == 4
+    assert [line.split(":")[0] for line in said] == ["passed over checkpoint step-5"]
+    with pytest.raises(DataError, match="is damaged"):
+        export_checkpoint(newest, tmp_path / "other")
 
 
 def test_resuming_a_run_whose_checkpoints_cannot_be_read_touches_none(tmp_path: Path) -> None:

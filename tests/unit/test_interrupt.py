@@ -161,7 +161,7 @@ def write(pipeline, state, directory, tokenizer):
     os.kill(os.getpid(), number)
     print("not stopped")
 
-def export(directory, out):
+def export(directory, out, say):
     swarm.model.export.export_model(SimpleNamespace(key_order=()), {}, out)
 
 swarm.model.export._write = write
