@@ -17,6 +17,7 @@ All of it blocks: call it from a thread.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -38,6 +39,7 @@ MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer.json"
 _STEP = re.compile(r"step-(\d{1,15})")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")  # a plain name: no path from outside
+_RENAME_EXCHANGE = 2  # linux/fs.h
 _FREE_SPACE = "free some space, or lower [checkpoint] keep in the next run"
 
 
@@ -123,8 +125,7 @@ def complete(staging: Path, manifest: Mapping[str, Any], tokenizer: Any = None) 
             (staging / MANIFEST).write_bytes(data)
             for path in (*staging.iterdir(), staging):
                 _sync(path)
-            replaced = _hide(final) if final.exists() else None
-            os.rename(staging, final)
+            replaced = _put(staging, final)
             _sync(final.parent)
             if replaced is not None:  # only now: a kill while it goes must not leave neither
                 shutil.rmtree(replaced, ignore_errors=True)
@@ -303,6 +304,29 @@ def _entry(path: Path) -> dict[str, Any]:
 def _remove(directory: Path) -> None:
     """Hidden first, so that a half-deleted checkpoint never looks like one."""
     shutil.rmtree(_hide(directory), ignore_errors=True)
+
+
+def _put(staging: Path, final: Path) -> Path | None:
+    """Give `staging` its `final` name; where the one that had it is now."""
+    if not final.exists():
+        os.rename(staging, final)
+        return None
+    if _exchange(staging, final):
+        return staging
+    hidden = _hide(final)
+    os.rename(staging, final)
+    return hidden
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Whether the two have exchanged their names at once, so that a kill leaves one of them there.
+
+    Python has no call for it (`renameat2`, Linux); some file systems cannot.
+    """
+    call = getattr(ctypes.CDLL(None), "renameat2", None)
+    names = [os.fsencode(path.absolute()) for path in (one, other)]
+    here = 0  # a directory's number, which absolute names do not need
+    return call is not None and call(here, names[0], here, names[1], _RENAME_EXCHANGE) == 0
 
 
 def _hide(directory: Path) -> Path:

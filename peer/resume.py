@@ -177,6 +177,7 @@ class SavedStates:
         self.run_dir, self.config, self.pipeline, self.say = run_dir, config, pipeline, say
         self._alone = len(config.run.trainers) <= 1
         self._reader: CheckpointReader | None = None
+        self._said: list[str] = []  # at the last look; while a run waits there is one a second
 
     async def newest(self, record: Record | None) -> Origin:
         return await asyncio.to_thread(self._newest, record)
@@ -186,10 +187,12 @@ class SavedStates:
 
     def _newest(self, record: Record | None) -> Origin:
         notes: list[str] = []
+        before, self._said = self._said, notes
 
         def note(line: str) -> None:
             notes.append(line)
-            self.say(line)
+            if line not in before:
+                self.say(line)
 
         for path in checkpoints.newest_first(self.run_dir, note):
             try:
@@ -202,7 +205,7 @@ class SavedStates:
                 raise
             except DataError as error:
                 note(checkpoints.passed_over(path, error))
-        if (self.run_dir / PARENT).exists():
+        if notes or (self.run_dir / PARENT).exists():  # not over what may yet be mended
             raise DataError(f"no checkpoint in {self.run_dir} can be read")
         self._must_be_newest(0, record)
         return Origin(0, notes=tuple(notes))

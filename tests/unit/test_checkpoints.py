@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import resource
@@ -172,8 +173,16 @@ def test_prune_keeps_the_newest_complete_ones(tmp_path: Path) -> None:
     assert latest(tmp_path) == tmp_path / "checkpoints" / "step-10"
 
 
-def test_the_same_step_again_replaces(tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [True, False], ids=["exchange", "two-renames"])
+def test_the_same_step_again_replaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    """`at_once`: there is no moment without either. Not every file system can."""
     write(tmp_path, 3, a_state(0))
+    if at_once:
+        monkeypatch.delattr(os, "rename")  # so that a kill between two of them cannot be
+    else:
+        monkeypatch.setattr(checkpoints, "_exchange", lambda one, other: False)
     state = a_state(1)
     directory = write(tmp_path, 3, state)
     read = checkpoints.read_stage_parameters(directory, 0)
@@ -189,7 +198,7 @@ def test_killed_while_the_same_step_replaces_one_of_them_is_there(
     rmtree = shutil.rmtree
 
     def killed(path: Path, *args: Any, **options: Any) -> None:
-        if path.name == ".step-3.old" and path.exists():
+        if path.name == ".step-3.tmp" and path.exists():
             raise KeyboardInterrupt
         rmtree(path, *args, **options)
 
@@ -420,6 +429,23 @@ def test_an_export_takes_the_newest_that_is_whole(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in said] == ["passed over checkpoint step-5"]
     with pytest.raises(DataError, match="is damaged"):
         export_checkpoint(newest, tmp_path / "other")
+
+
+def test_a_run_that_lost_a_stage_waits_where_no_checkpoint_can_be_read(tmp_path: Path) -> None:
+    """From step 0 it would write over what may yet be mended. It says why once, not each second."""
+    from peer.resume import SavedStates
+    from swarm.model import build_pipeline
+
+    config, said = a_config(), list[str]()
+    saved = SavedStates(tmp_path, config, build_pipeline(config), say=said.append)
+    assert asyncio.run(saved.newest(None)).step == 0
+    checkpointed(config, tmp_path)
+    (manifest,) = tmp_path.glob("checkpoints/step-4/manifest.json")
+    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    for _ in range(3):
+        with pytest.raises(DataError, match="no checkpoint in"):
+            asyncio.run(saved.newest(None))
+    assert [line.split(":")[0] for line in said] == ["passed over checkpoint step-4"]
 
 
 def test_resuming_a_run_whose_checkpoints_cannot_be_read_touches_none(tmp_path: Path) -> None:
