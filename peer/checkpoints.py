@@ -52,16 +52,21 @@ def run_dir_of(source: str | Path) -> Path:
     if not Path(source).is_dir():
         what = f"{source} is no directory" if Path(source).exists() else f"no directory {source}"
         raise ConfigError(what, "give a run directory, as runs/NAME-ID")
-    resolved = Path(source).resolve()
+    resolved = real(source)
     # As it was named first: what a link leads to need not lie in the run.
     for found in (resolved if ".." in Path(source).parts else Path(source).absolute(), resolved):
         if _is_run(found):
-            return found.resolve()  # also where it is called "checkpoints" itself
+            return real(found)  # also where it is called "checkpoints" itself
         if found.name == "checkpoints":
-            return found.parent.resolve()
+            return real(found.parent)
         if found.parent.name == "checkpoints":
-            return found.parent.parent.resolve()
+            return real(found.parent.parent)
     return resolved
+
+
+def real(path: str | Path) -> Path:
+    """Without links. `Path.resolve` raises RuntimeError at links that lead to each other."""
+    return Path(os.path.realpath(path))
 
 
 def _is_run(directory: Path) -> bool:
@@ -143,8 +148,9 @@ def abandon(staging: Path) -> None:
 def is_checkpoint(source: str | Path) -> bool:
     """Whether a person names one checkpoint, complete or not, rather than a run. Raises ConfigError
     when there is no such directory."""
-    root = run_dir_of(source) / "checkpoints"
-    return root.resolve() == Path(source).resolve().parent or (Path(source) / MANIFEST).is_file()
+    root = real(run_dir_of(source) / "checkpoints")
+    lies_in = real(source).parent, real(Path(source).absolute().parent)  # it may be a link itself
+    return root in lies_in or (Path(source) / MANIFEST).is_file()
 
 
 def has_any(run_dir: str | Path) -> bool:

@@ -260,21 +260,27 @@ def take_over(
     """Make `source` (a run directory or a checkpoint) the state that the run in `run_dir` goes on
     from; of a directory, its newest complete checkpoint. Blocking.
 
-    A run that never wrote one begins with its first weights. Raises ConfigError, DataError,
-    StorageError.
+    A run that never wrote one begins with its first weights. One that went on from another and has
+    come further goes on with its own: the same command a second time does not mean to begin again.
+    Raises ConfigError, DataError, StorageError.
     """
-    if born_from(source, run_dir):
+    mine = checkpoints.run_dir_of(source) == checkpoints.real(run_dir)
+    own = checkpoints.has_any(run_dir)
+    if own and not mine and not checkpoints.is_checkpoint(source):
+        say(f"{run_dir} has checkpoints of its own, not taking those of {source}")
         source = run_dir
     try:
         reader, origin = read_newest(source, config, pipeline, say)
     except DataError:
-        mine = checkpoints.run_dir_of(source) == run_dir.resolve()
         begun = (run_dir / "run.json").exists() and not (run_dir / PARENT).exists()
-        if mine and begun and not checkpoints.has_any(run_dir):
+        if mine and begun and not own:
             return Origin(0)
         raise
-    inside = reader.directory.resolve().parent == (run_dir / "checkpoints").resolve()
-    return origin if inside else _adopt(reader, run_dir, config)
+    if checkpoints.real(reader.directory.parent) != checkpoints.real(run_dir / "checkpoints"):
+        return _adopt(reader, run_dir, config)
+    if reader.run_id != config.run_id:
+        raise DataError(f"{reader.directory} is of another run", "choose another --dir")
+    return origin
 
 
 def read_newest(
@@ -303,18 +309,8 @@ def read_newest(
         raise DataError(f"cannot go on from {source}: {refused.message}", refused.remedy)
     remedy = "set [checkpoint] every, or start from the file"
     if checkpoints.has_any(run_dir):
-        remedy = "use the version that wrote them, or move them away and start from the file"
+        remedy = "restore them, use the version that wrote them, or move them away"
     raise DataError(f"{source} holds no complete checkpoint", remedy)
-
-
-def born_from(source: Path, run_dir: Path) -> bool:
-    """Whether the run in `run_dir` went on from `source` before, and has come further: the same
-    command a second time means to go on, not to begin again."""
-    parent = parent_of(run_dir)
-    if parent is None or checkpoints.is_checkpoint(source):
-        return False
-    meant = str(checkpoints.run_dir_of(source))
-    return meant == parent.get("path") and checkpoints.has_any(run_dir)
 
 
 def parent_of(run_dir: Path) -> dict[str, Any] | None:
@@ -334,6 +330,7 @@ def _adopt(reader: CheckpointReader, run_dir: Path, config: RunConfig) -> Origin
         "checkpoint": reader.sha256,
         "path": str(checkpoints.run_dir_of(reader.directory)),
     }
+    had_parent = (run_dir / PARENT).exists()
     staging = checkpoints.begin(run_dir, reader.step)
     try:
         entries = [
@@ -353,6 +350,8 @@ def _adopt(reader: CheckpointReader, run_dir: Path, config: RunConfig) -> Origin
         path = checkpoints.complete(staging, manifest, _Tokenizer.of(reader))
     except BaseException:
         checkpoints.abandon(staging)
+        if not had_parent:
+            (run_dir / PARENT).unlink(missing_ok=True)
         raise
     return reader_of(path, config, reader.pipeline).origin()
 

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from peer import checkpoints
 from peer.checkpointing import Checkpointer
 from peer.disk import FileDisk, write_durably
 from peer.inquiries import held_hashes, validate
@@ -285,6 +286,7 @@ class LeaderProcess:
                 "choose another directory with --dir",
             ) from None
         if self._resume is None:
+            checkpoints.has_any(self.run_dir)  # they can be looked for, should a stage be lost
             write_durably(path, data)
 
     # ---- leading --------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import resource
@@ -394,26 +393,6 @@ def test_a_link_to_a_checkpoint_means_its_run(tmp_path: Path) -> None:
     assert checkpoints.is_checkpoint(tmp_path / "newest")
 
 
-def test_a_run_that_went_on_from_another_is_not_begun_again_when_it_cannot_be_read(
-    tmp_path: Path,
-) -> None:
-    """The same command a second time means to go on: its checkpoints are not replaced."""
-    from peer.resume import take_over
-    from swarm.model import build_pipeline
-
-    config, source, run = a_config(), tmp_path / "source", tmp_path / "run"
-    run.mkdir()
-    checkpointed(config, run)
-    (run / "parent.json").write_text(json.dumps({"path": str(source.resolve())}))
-    (source / "checkpoints").mkdir(parents=True)
-    manifest = run / "checkpoints" / "step-4" / checkpoints.MANIFEST
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
-    written = manifest.read_bytes()
-    with pytest.raises(DataError, match="holds no complete checkpoint"):
-        take_over(source, run, config, build_pipeline(config))
-    assert manifest.read_bytes() == written
-
-
 def test_an_export_takes_the_newest_that_is_whole(tmp_path: Path) -> None:
     config, said = a_config(), list[str]()
     checkpointed(config, tmp_path)
@@ -429,23 +408,6 @@ def test_an_export_takes_the_newest_that_is_whole(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in said] == ["passed over checkpoint step-5"]
     with pytest.raises(DataError, match="is damaged"):
         export_checkpoint(newest, tmp_path / "other")
-
-
-def test_a_run_that_lost_a_stage_waits_where_no_checkpoint_can_be_read(tmp_path: Path) -> None:
-    """From step 0 it would write over what may yet be mended. It says why once, not each second."""
-    from peer.resume import SavedStates
-    from swarm.model import build_pipeline
-
-    config, said = a_config(), list[str]()
-    saved = SavedStates(tmp_path, config, build_pipeline(config), say=said.append)
-    assert asyncio.run(saved.newest(None)).step == 0
-    checkpointed(config, tmp_path)
-    (manifest,) = tmp_path.glob("checkpoints/step-4/manifest.json")
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
-    for _ in range(3):
-        with pytest.raises(DataError, match="no checkpoint in"):
-            asyncio.run(saved.newest(None))
-    assert [line.split(":")[0] for line in said] == ["passed over checkpoint step-4"]
 
 
 def test_resuming_a_run_whose_checkpoints_cannot_be_read_touches_none(tmp_path: Path) -> None:
