@@ -83,7 +83,7 @@ def begin(run_dir: str | Path, step: int) -> Path:
     with _storage(root):
         root.mkdir(parents=True, exist_ok=True)
         for left_over in root.glob(".step-*"):
-            shutil.rmtree(left_over)
+            _discard(left_over)
         staging.mkdir()
     return staging
 
@@ -133,7 +133,8 @@ def complete(staging: Path, manifest: Mapping[str, Any], tokenizer: Any = None) 
             replaced = _put(staging, final)
             _sync(final.parent)
             if replaced is not None:  # only now: a kill while it goes must not leave neither
-                shutil.rmtree(replaced, ignore_errors=True)
+                with contextlib.suppress(OSError):
+                    _discard(replaced)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -149,7 +150,9 @@ def is_checkpoint(source: str | Path) -> bool:
     """Whether a person names one checkpoint, complete or not, rather than a run. Raises ConfigError
     when there is no such directory."""
     root = real(run_dir_of(source) / "checkpoints")
-    lies_in = real(source).parent, real(Path(source).absolute().parent)  # it may be a link itself
+    lies_in = [real(source).parent]
+    if ".." not in Path(source).parts:
+        lies_in.append(real(Path(source).absolute().parent))  # it may be a link itself
     return root in lies_in or (Path(source) / MANIFEST).is_file()
 
 
@@ -309,18 +312,32 @@ def _entry(path: Path) -> dict[str, Any]:
 
 def _remove(directory: Path) -> None:
     """Hidden first, so that a half-deleted checkpoint never looks like one."""
-    shutil.rmtree(_hide(directory), ignore_errors=True)
+    hidden = _hide(directory)
+    with contextlib.suppress(OSError):
+        _discard(hidden)
+
+
+def _discard(path: Path) -> None:
+    """Of a link, a person's to another disk, only the link goes."""
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def _put(staging: Path, final: Path) -> Path | None:
     """Give `staging` its `final` name; where the one that had it is now."""
-    if not final.exists():
+    if not os.path.lexists(final):
         os.rename(staging, final)
         return None
     if _exchange(staging, final):
         return staging
     hidden = _hide(final)
-    os.rename(staging, final)
+    try:
+        os.rename(staging, final)
+    except OSError:
+        os.rename(hidden, final)
+        raise
     return hidden
 
 
@@ -338,7 +355,8 @@ def _exchange(one: Path, other: Path) -> bool:
 def _hide(directory: Path) -> Path:
     """Where it is now."""
     hidden = directory.with_name(f".{directory.name}.old")
-    shutil.rmtree(hidden, ignore_errors=True)
+    if os.path.lexists(hidden):
+        _discard(hidden)
     os.rename(directory, hidden)
     return hidden
 

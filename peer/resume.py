@@ -188,6 +188,7 @@ class SavedStates:
     def _newest(self, record: Record | None) -> Origin:
         notes: list[str] = []
         before, self._said = self._said, notes
+        self._reader = None  # what could not be read may have been replaced since
 
         def note(line: str) -> None:
             notes.append(line)
@@ -197,6 +198,8 @@ class SavedStates:
         for path in checkpoints.newest_first(self.run_dir, note):
             try:
                 reader = self._open(path)
+                if reader.run_id != self.config.run_id:
+                    raise DataError(f"{path} is of another run")
                 if record is None or on_the_way(reader.manifest, record):
                     origin = reader.origin()
                     self._must_be_newest(origin.step, record)
@@ -205,9 +208,9 @@ class SavedStates:
                 raise
             except DataError as error:
                 note(checkpoints.passed_over(path, error))
+        self._must_be_newest(0, record)
         if notes or (self.run_dir / PARENT).exists():  # not over what may yet be mended
             raise DataError(f"no checkpoint in {self.run_dir} can be read")
-        self._must_be_newest(0, record)
         return Origin(0, notes=tuple(notes))
 
     def _must_be_newest(self, step: int, record: Record | None) -> None:
@@ -260,14 +263,19 @@ def take_over(
     """Make `source` (a run directory or a checkpoint) the state that the run in `run_dir` goes on
     from; of a directory, its newest complete checkpoint. Blocking.
 
-    A run that never wrote one begins with its first weights. One that went on from another and has
-    come further goes on with its own: the same command a second time does not mean to begin again.
-    Raises ConfigError, DataError, StorageError.
+    A run that never wrote one begins with its first weights. One that went on from `source` before
+    goes on with its own: the same command a second time does not mean to begin again. One with
+    checkpoints of other origin is refused, unless `source` is a checkpoint by name. Raises
+    ConfigError, DataError, StorageError.
     """
     mine = checkpoints.run_dir_of(source) == checkpoints.real(run_dir)
     own = checkpoints.has_any(run_dir)
     if own and not mine and not checkpoints.is_checkpoint(source):
-        say(f"{run_dir} has checkpoints of its own, not taking those of {source}")
+        if not _came_from(source, run_dir):
+            raise DataError(
+                f"{run_dir} has checkpoints of its own",
+                f"go on with them by --resume {run_dir}, or name one of those in {source}",
+            )
         source = run_dir
     try:
         reader, origin = read_newest(source, config, pipeline, say)
@@ -313,6 +321,11 @@ def read_newest(
     raise DataError(f"{source} holds no complete checkpoint", remedy)
 
 
+def _came_from(source: Path, run_dir: Path) -> bool:
+    parent = parent_of(run_dir)
+    return parent is not None and parent.get("path") == str(checkpoints.run_dir_of(source))
+
+
 def parent_of(run_dir: Path) -> dict[str, Any] | None:
     """What `parent.json` says: `run_id`, `step`, `checkpoint`, `path`. None: there is no parent."""
     try:
@@ -330,7 +343,7 @@ def _adopt(reader: CheckpointReader, run_dir: Path, config: RunConfig) -> Origin
         "checkpoint": reader.sha256,
         "path": str(checkpoints.run_dir_of(reader.directory)),
     }
-    had_parent = (run_dir / PARENT).exists()
+    before = (run_dir / PARENT).read_bytes() if (run_dir / PARENT).exists() else None
     staging = checkpoints.begin(run_dir, reader.step)
     try:
         entries = [
@@ -350,8 +363,10 @@ def _adopt(reader: CheckpointReader, run_dir: Path, config: RunConfig) -> Origin
         path = checkpoints.complete(staging, manifest, _Tokenizer.of(reader))
     except BaseException:
         checkpoints.abandon(staging)
-        if not had_parent:
+        if before is None:
             (run_dir / PARENT).unlink(missing_ok=True)
+        else:
+            write_durably(run_dir / PARENT, before)
         raise
     return reader_of(path, config, reader.pipeline).origin()
 

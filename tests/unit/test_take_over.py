@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,27 +51,15 @@ def write(run_dir: Path, config: RunConfig, step: int, epoch: int = 0) -> Path:
     return checkpoints.complete(staging, {"step": step, "epoch": epoch, **facts})
 
 
-def resume(
-    source: Path, run_dir: Path, config: RunConfig, say: Callable[[str], None] = lambda line: None
-) -> int:
-    return take_over(source, run_dir, config, build_pipeline(config), say).step
+def resume(source: Path, run_dir: Path, config: RunConfig) -> int:
+    return take_over(source, run_dir, config, build_pipeline(config)).step
 
 
-@pytest.mark.parametrize("changed", [True, False], ids=["new-run", "same-run"])
-def test_the_same_command_goes_on_with_what_came_of_it(tmp_path: Path, changed: bool) -> None:
-    """Wherever the other run lies by now, and whatever became of the file that names it."""
-    source, run, said = tmp_path / "source", tmp_path / "run", list[str]()
+def test_the_same_command_goes_on_with_what_came_of_it(tmp_path: Path) -> None:
+    source, run, config = tmp_path / "source", tmp_path / "run", a_config(0.2)
     write(source, a_config(), 4)
-    config = a_config(0.2 if changed else 0.1)
-    assert resume(source, run, config, said.append) == 4
-    assert (run / PARENT).exists() == changed
-    assert said == []
+    assert resume(source, run, config) == 4
     write(run, config, 6, epoch=1)
-    assert resume(source, run, config, said.append) == 6
-    assert said == [f"{run} has checkpoints of its own, not taking those of {source}"]
-    source.rename(tmp_path / "elsewhere")
-    source.symlink_to("elsewhere")
-    (run / PARENT).write_text("{")
     assert resume(source, run, config) == 6
     assert resume(source / "checkpoints", run, config) == 6
     for manifest in run.glob("checkpoints/*/manifest.json"):
@@ -81,6 +68,31 @@ def test_the_same_command_goes_on_with_what_came_of_it(tmp_path: Path, changed: 
         resume(source, run, config)
     assert {path.stat().st_size for path in run.glob("checkpoints/*/manifest.json")} == {10}
     assert resume(source / "checkpoints" / "step-4", run, config) == 4  # to begin again
+
+
+@pytest.mark.parametrize("why", ["same-run", "moved", "torn", "another"])
+def test_own_checkpoints_of_other_origin_are_neither_replaced_nor_taken(
+    tmp_path: Path, why: str
+) -> None:
+    source, run = tmp_path / "source", tmp_path / "run"
+    config = a_config(0.1 if why == "same-run" else 0.2)
+    write(source, a_config(), 4)
+    assert resume(source, run, config) == 4
+    write(run, config, 6, epoch=1)
+    if why == "moved":
+        source.rename(tmp_path / "elsewhere")
+        source.symlink_to("elsewhere")
+    if why == "torn":
+        (run / PARENT).write_text("{")
+    if why == "another":
+        source = tmp_path / "second"
+        write(source, a_config(), 8)
+    with pytest.raises(DataError, match=f"{run} has checkpoints of its own") as refused:
+        resume(source, run, config)
+    assert f"--resume {run}," in refused.value.remedy
+    assert resume(run, run, config) == 6
+    (named,) = source.glob("checkpoints/step-*")
+    assert resume(named, run, config) == int(named.name.removeprefix("step-"))
 
 
 def test_a_disk_that_is_full_leaves_a_directory_that_can_be_used(
@@ -98,6 +110,15 @@ def test_a_disk_that_is_full_leaves_a_directory_that_can_be_used(
     monkeypatch.undo()
     assert not (run / PARENT).exists()
     assert not checkpoints.has_any(run)
+    monkeypatch.undo()
+    assert resume(source, run, a_config(0.2)) == 4
+    parent = (run / PARENT).read_bytes()
+    write(tmp_path / "other", a_config(0.3), 8)
+    monkeypatch.setattr(os, "rename", full)
+    with pytest.raises(StorageError, match="No space left"):
+        resume(tmp_path / "other" / "checkpoints" / "step-8", run, a_config(0.2))
+    monkeypatch.undo()
+    assert (run / PARENT).read_bytes() == parent
 
 
 def test_checkpoints_of_another_run_are_not_taken_for_this_ones(tmp_path: Path) -> None:
@@ -106,6 +127,25 @@ def test_checkpoints_of_another_run_are_not_taken_for_this_ones(tmp_path: Path) 
     with pytest.raises(DataError, match="is of another run") as refused:
         resume(tmp_path, tmp_path, a_config(0.2))
     assert "--dir" in refused.value.remedy
+
+
+def test_a_checkpoint_on_another_disk_is_replaced_and_pruned_as_a_link(tmp_path: Path) -> None:
+    config = a_config()
+    path, away = write(tmp_path / "run", config, 4), tmp_path / "away"
+    for _ in range(2):
+        shutil.rmtree(away, ignore_errors=True)
+        shutil.move(path, away)
+        path.symlink_to(away)
+        write(tmp_path / "run", config, 4)
+        assert not path.is_symlink()
+    shutil.rmtree(away)
+    shutil.move(path, away)
+    path.symlink_to(away)
+    write(tmp_path / "run", config, 6)
+    assert checkpoints.prune(tmp_path / "run", 1) == [path]
+    write(tmp_path / "run", config, 8)
+    assert sorted(os.listdir(path.parent)) == ["step-6", "step-8"]
+    assert (away / checkpoints.MANIFEST).exists()
 
 
 def test_links_that_lead_to_each_other_are_a_disk_that_is_away(tmp_path: Path) -> None:
@@ -140,3 +180,16 @@ def test_a_run_that_lost_a_stage_waits_where_no_checkpoint_can_be_read(tmp_path:
     shutil.rmtree(path)
     shutil.move(tmp_path / "copy", path)
     assert asyncio.run(saved.newest(None)).step == 4
+    write(tmp_path, a_config(0.2), 6)
+    assert asyncio.run(saved.newest(None)).step == 4
+    assert "of another run" in said[-1]
+
+
+def test_the_directory_above_a_checkpoint_is_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, a_config(), 4)
+    monkeypatch.chdir(path.parent)
+    for named in ("..", f"{path}/../..", f"{path.parent}/.."):
+        assert not checkpoints.is_checkpoint(named)
+    assert checkpoints.is_checkpoint("step-4")
