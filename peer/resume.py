@@ -12,12 +12,10 @@ it needs nothing of the other.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,7 @@ from peer.inquiries import snapshot_mark
 from peer.restoring import Origin
 from peer.snapshots import Snapshot
 from swarm.averaging.policy import POLICIES
-from swarm.config import RunConfig, canonical_bytes, run_id_of
+from swarm.config import RunConfig, canonical_bytes
 from swarm.delayed_state import PREVIOUS
 from swarm.errors import DataError
 from swarm.model import ModelPipeline
@@ -197,13 +195,15 @@ class SavedStates:
             if line not in before:
                 self.say(line)
 
-        for path in checkpoints.newest_first(self.run_dir, note, self.config.run_id):
+        for path in checkpoints.newest_first(self.run_dir, note):
             try:
                 reader = self._open(path)
+                if reader.run_id != self.config.run_id:
+                    raise DataError(f"{path} is of another run")
                 if record is None or on_the_way(reader.manifest, record):
                     origin = reader.origin()
                     self._must_be_newest(origin.step, record)
-                    return replace(origin, epoch=self._epoch(), notes=tuple(notes))
+                    return Origin(origin.step, origin.checkpoint, origin.fingerprints, tuple(notes))
             except DamagedError:
                 raise
             except DataError as error:
@@ -211,26 +211,21 @@ class SavedStates:
         self._must_be_newest(0, record)
         if notes or (self.run_dir / PARENT).exists():  # not over what may yet be mended
             raise DataError(f"no checkpoint in {self.run_dir} can be read")
-        return Origin(0, epoch=self._epoch(), notes=tuple(notes))
-
-    def _epoch(self) -> int:
-        return checkpoints.highest_epoch(self.run_dir)
+        return Origin(0, notes=tuple(notes))
 
     def _must_be_newest(self, step: int, record: Record | None) -> None:
         """Another trainer may have led when the newest checkpoint was written."""
         saved = record.saved if record else 0
         here = (self.run_dir / "checkpoints" / f"step-{saved}").exists()
-        if step < saved and not here and not (self._alone and step):
-            where = "not here any more" if self._alone else "with another trainer"
+        if step < saved and not self._alone and not here:
             raise DamagedError(
-                f"the newest checkpoint, of step {saved}, is {where}",
-                "bring it back, or resume from an older one with --resume",
+                f"the newest checkpoint, of step {saved}, is with another trainer",
+                "start that one, or resume from an older one with --resume",
             )
 
     def _state(self, record: Record, stage: int) -> Snapshot:
-        last = self._reader  # `newest` may look meanwhile, in another thread
-        if last is not None and last.sha256 == record.checkpoint:
-            return last.snapshot(stage)
+        if self._reader is not None and self._reader.sha256 == record.checkpoint:
+            return self._reader.snapshot(stage)
         for path in checkpoints.newest_first(self.run_dir):
             try:
                 reader = self._open(path)
@@ -241,10 +236,9 @@ class SavedStates:
         raise DataError(f"the checkpoint of step {record.step + 1} is not in {self.run_dir}")
 
     def _open(self, path: Path) -> CheckpointReader:
-        reader = self._reader
-        if reader is None or reader.directory != path:
-            self._reader = reader = reader_of(path, self.config, self.pipeline)
-        return reader
+        if self._reader is None or self._reader.directory != path:
+            self._reader = reader_of(path, self.config, self.pipeline)
+        return self._reader
 
 
 class DamagedError(DataError):
@@ -271,33 +265,29 @@ def take_over(
 
     A run that never wrote one begins with its first weights. One that went on from `source` before
     goes on with its own: the same command a second time does not mean to begin again. One with
-    checkpoints that did not come of `source` takes none from there, so that those in a directory
-    are all of one training. Raises ConfigError, DataError, StorageError.
+    checkpoints of other origin is refused, unless `source` is a checkpoint by name. Raises
+    ConfigError, DataError, StorageError.
     """
     mine = checkpoints.run_dir_of(source) == checkpoints.real(run_dir)
     own = checkpoints.has_any(run_dir)
-    if own and not mine:
+    if own and not mine and not checkpoints.is_checkpoint(source):
         if not _came_from(source, run_dir):
             raise DataError(
                 f"{run_dir} has checkpoints of its own",
-                f"go on with them by --resume {run_dir}, or begin elsewhere with --dir",
+                f"go on with them by --resume {run_dir}, or name one of those in {source}",
             )
-        source, mine = run_dir, True
+        source = run_dir
     try:
-        reader, origin = read_newest(source, config, pipeline, say, mine=mine)
+        reader, origin = read_newest(source, config, pipeline, say)
     except DataError:
         begun = (run_dir / "run.json").exists() and not (run_dir / PARENT).exists()
         if mine and begun and not own:
             return Origin(0)
-        if mine and not own and (parent := parent_of(run_dir)) is not None:
-            what = f"{run_dir} has not got the state it was to go on from"
-            raise DataError(what, f"give --resume {parent.get('path')} again") from None
         raise
     if checkpoints.real(reader.directory.parent) != checkpoints.real(run_dir / "checkpoints"):
         return _adopt(reader, run_dir, config)
-    origin = replace(origin, epoch=checkpoints.highest_epoch(run_dir))
-    if reader.run_id != config.run_id:  # it was named
-        raise DataError(f"{reader.directory} is of another run", "name one of this run")
+    if reader.run_id != config.run_id:
+        raise DataError(f"{reader.directory} is of another run", "choose another --dir")
     return origin
 
 
@@ -306,20 +296,17 @@ def read_newest(
     config: RunConfig,
     pipeline: ModelPipeline,
     say: Callable[[str], None] = lambda line: None,
-    *,
-    mine: bool = False,
 ) -> tuple[CheckpointReader, Origin]:
     """A checkpoint; of a run directory, the newest that can be read, whole. Blocking.
 
-    `say` gets a line for each that is passed over. `mine`: those of another run are. Raises
-    ConfigError, DataError.
+    `say` gets a line for each that is passed over. Raises ConfigError, DataError.
     """
     if checkpoints.is_checkpoint(source):
         reader = reader_of(source, config, pipeline)
         return reader, reader.origin()
     run_dir = checkpoints.run_dir_of(source)
     refused: DataError | None = None
-    for path in checkpoints.newest_first(run_dir, say, config.run_id if mine else None):
+    for path in checkpoints.newest_first(run_dir, say):
         try:
             reader = reader_of(path, config, pipeline)
             return reader, reader.origin()
@@ -335,23 +322,8 @@ def read_newest(
 
 
 def _came_from(source: Path, run_dir: Path) -> bool:
-    """Whether `parent.json` says that the run in `run_dir` went on from just that."""
-    parent, theirs = parent_of(run_dir), checkpoints.run_dir_of(source)
-    if parent is None or parent.get("path") != str(theirs):
-        return False
-    if checkpoints.is_checkpoint(source):
-        with contextlib.suppress(OSError):  # a torn one
-            data = (source / checkpoints.MANIFEST).read_bytes()
-            return hashlib.sha256(data).hexdigest() == parent.get("checkpoint")
-        return False
-    return _run_id_in(theirs) in (None, parent.get("run_id"))
-
-
-def _run_id_in(run_dir: Path) -> str | None:
-    try:
-        return run_id_of((run_dir / "run.json").read_bytes())
-    except OSError:
-        return None
+    parent = parent_of(run_dir)
+    return parent is not None and parent.get("path") == str(checkpoints.run_dir_of(source))
 
 
 def parent_of(run_dir: Path) -> dict[str, Any] | None:
@@ -371,7 +343,7 @@ def _adopt(reader: CheckpointReader, run_dir: Path, config: RunConfig) -> Origin
         "checkpoint": reader.sha256,
         "path": str(checkpoints.run_dir_of(reader.directory)),
     }
-    former = (run_dir / PARENT).read_bytes() if (run_dir / PARENT).exists() else None
+    before = (run_dir / PARENT).read_bytes() if (run_dir / PARENT).exists() else None
     staging = checkpoints.begin(run_dir, reader.step)
     try:
         entries = [
@@ -391,10 +363,10 @@ def _adopt(reader: CheckpointReader, run_dir: Path, config: RunConfig) -> Origin
         path = checkpoints.complete(staging, manifest, _Tokenizer.of(reader))
     except BaseException:
         checkpoints.abandon(staging)
-        if former is None:
+        if before is None:
             (run_dir / PARENT).unlink(missing_ok=True)
         else:
-            write_durably(run_dir / PARENT, former)
+            write_durably(run_dir / PARENT, before)
         raise
     return reader_of(path, config, reader.pipeline).origin()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -24,8 +23,6 @@ PROBED = {  # moments that the replica's own probe passes
 MOMENTS = ("queued", "in forward", "in backward", *PROBED, "joining")
 DONOR = "serving a snapshot"
 LIAR = "lying"  # as a donor
-LATE = "late"  # as a donor, so that others are asked, too, and answer before it
-LATE_S = 1.0
 FORGETFUL = "forgetful"  # it keeps no answer that it has counted
 RECOMPUTED = "recomputed"  # a forgetful one writes here what it computes again
 
@@ -59,10 +56,6 @@ class Forgetful(Doomed):
     fates: ClassVar = {"0a": FORGETFUL}
 
 
-class LateDonor(Doomed):
-    fates: ClassVar = {"1a": LATE}
-
-
 def die(*_: Any, **__: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -80,7 +73,6 @@ def peer(arguments: Any, tell: Any) -> int:
             "joining": _die_joining,
             DONOR: _die_as_donor,
             LIAR: _lie,
-            LATE: _give_late,
             FORGETFUL: _forget,
         }[fate](data_dir)
     return witness.peer(arguments, tell)
@@ -166,18 +158,6 @@ def _lie(data_dir: Path) -> None:
         )
 
     Donor._chunk = lie  # type: ignore[method-assign]
-
-
-def _give_late(data_dir: Path) -> None:
-    from peer.snapshots import Donor
-
-    chunk: Callable[..., Any] = Donor._chunk
-
-    async def late(self: Donor, *args: Any) -> Any:
-        await asyncio.sleep(LATE_S)
-        return await chunk(self, *args)
-
-    Donor._chunk = late  # type: ignore[method-assign]
 
 
 def _forget(data_dir: Path) -> None:
