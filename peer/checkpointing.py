@@ -80,7 +80,7 @@ class Checkpointer:
         except BaseException:
             checkpoints.abandon(staging)
             raise
-        checkpoints.prune(self.run_dir, self.config.checkpoint.keep)
+        checkpoints.prune(self.run_dir, self.config.checkpoint.keep, self.config.run_id)
         self._note(step=step, path=str(path))
         return path
 

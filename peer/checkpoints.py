@@ -9,7 +9,7 @@ is synced, so a killed writer leaves nothing that looks complete (DESIGN, "Leade
     staging = begin(run_dir, step)
     entries = [write_stage(staging, k, parameters, optimizer, {"updates": …}) for k …]
     complete(staging, {"step": step, "run_id": …, "config": …, "stages": entries})
-    prune(run_dir, keep)
+    prune(run_dir, keep, run_id)
 
 All of it blocks: call it from a thread.
 """  # noqa: E501
@@ -162,15 +162,20 @@ def has_any(run_dir: str | Path) -> bool:
     return bool(_directories(Path(run_dir) / "checkpoints"))
 
 
-def newest_first(run_dir: str | Path, say: Callable[[str], None] = lambda line: None) -> list[Path]:
+def newest_first(
+    run_dir: str | Path, say: Callable[[str], None] = lambda line: None, run_id: str | None = None
+) -> list[Path]:
     """The complete checkpoints of a run: those of later epochs first, then of later steps. `say`
-    gets a line for each that is not complete. Raises DataError when there is no looking."""
+    gets a line for each that is not complete, or not of `run_id`. Raises DataError when there is no
+    looking."""
     complete = []
     for path in _directories(Path(run_dir) / "checkpoints"):
         try:
             manifest = load_manifest(path)
             if manifest["step"] != _step_of(path):
                 raise DataError(f"{path} holds step {manifest['step']}")
+            if run_id not in (None, manifest.get("run_id")):
+                raise DataError(f"{path} is of another run")
         except DataError as error:
             say(passed_over(path, error))
         else:
@@ -212,18 +217,19 @@ def read_stage_optimizer(directory: str | Path, stage: int) -> dict[str, Tensor]
     return _load(Path(directory), load_manifest(directory)["stages"][stage]["optimizer"])
 
 
-def prune(run_dir: str | Path, keep: int) -> list[Path]:
-    """Delete all but the `keep` (at least 1) newest complete checkpoints; returns what went.
+def prune(run_dir: str | Path, keep: int, run_id: str) -> list[Path]:
+    """Delete a run's complete checkpoints but the `keep` (at least 1) newest; returns what went.
 
     A directory that cannot be deleted stays, without an error. Torn ones older than those kept go
-    as well.
+    as well; what is of another run stays.
     """
-    whole = newest_first(run_dir)
+    whole, readable = newest_first(run_dir, run_id=run_id), newest_first(run_dir)
     kept, gone = whole[: max(keep, 1)], []
     if kept:
         oldest = min(_step_of(path) for path in kept)
         for path in _directories(Path(run_dir) / "checkpoints"):
-            if path not in kept and (path in whole or _step_of(path) < oldest):
+            torn_and_old = path not in readable and _step_of(path) < oldest
+            if path not in kept and (path in whole or torn_and_old):
                 with contextlib.suppress(OSError):
                     _remove(path)
                     gone.append(path)

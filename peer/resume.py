@@ -195,11 +195,9 @@ class SavedStates:
             if line not in before:
                 self.say(line)
 
-        for path in checkpoints.newest_first(self.run_dir, note):
+        for path in checkpoints.newest_first(self.run_dir, note, self.config.run_id):
             try:
                 reader = self._open(path)
-                if reader.run_id != self.config.run_id:
-                    raise DataError(f"{path} is of another run")
                 if record is None or on_the_way(reader.manifest, record):
                     origin = reader.origin()
                     self._must_be_newest(origin.step, record)
@@ -224,8 +222,9 @@ class SavedStates:
             )
 
     def _state(self, record: Record, stage: int) -> Snapshot:
-        if self._reader is not None and self._reader.sha256 == record.checkpoint:
-            return self._reader.snapshot(stage)
+        last = self._reader  # `newest` may look meanwhile, in another thread
+        if last is not None and last.sha256 == record.checkpoint:
+            return last.snapshot(stage)
         for path in checkpoints.newest_first(self.run_dir):
             try:
                 reader = self._open(path)
@@ -236,9 +235,10 @@ class SavedStates:
         raise DataError(f"the checkpoint of step {record.step + 1} is not in {self.run_dir}")
 
     def _open(self, path: Path) -> CheckpointReader:
-        if self._reader is None or self._reader.directory != path:
-            self._reader = reader_of(path, self.config, self.pipeline)
-        return self._reader
+        reader = self._reader
+        if reader is None or reader.directory != path:
+            self._reader = reader = reader_of(path, self.config, self.pipeline)
+        return reader
 
 
 class DamagedError(DataError):
@@ -265,20 +265,23 @@ def take_over(
 
     A run that never wrote one begins with its first weights. One that went on from `source` before
     goes on with its own: the same command a second time does not mean to begin again. One with
-    checkpoints of other origin is refused, unless `source` is a checkpoint by name. Raises
-    ConfigError, DataError, StorageError.
+    checkpoints that did not come of `source` takes none from there, so that those in a directory
+    are all of one training; but a checkpoint that is named is taken if it is of the same run.
+    Raises ConfigError, DataError, StorageError.
     """
     mine = checkpoints.run_dir_of(source) == checkpoints.real(run_dir)
     own = checkpoints.has_any(run_dir)
-    if own and not mine and not checkpoints.is_checkpoint(source):
-        if not _came_from(source, run_dir):
+    if own and not mine:
+        named = _named(source)
+        if _came_from(source, named, run_dir):
+            source, mine = run_dir, True
+        elif named is None or named["run_id"] != config.run_id:
             raise DataError(
                 f"{run_dir} has checkpoints of its own",
-                f"go on with them by --resume {run_dir}, or name one of those in {source}",
+                f"go on with them by --resume {run_dir}, or begin elsewhere with --dir",
             )
-        source = run_dir
     try:
-        reader, origin = read_newest(source, config, pipeline, say)
+        reader, origin = read_newest(source, config, pipeline, say, mine=mine)
     except DataError:
         begun = (run_dir / "run.json").exists() and not (run_dir / PARENT).exists()
         if mine and begun and not own:
@@ -286,8 +289,8 @@ def take_over(
         raise
     if checkpoints.real(reader.directory.parent) != checkpoints.real(run_dir / "checkpoints"):
         return _adopt(reader, run_dir, config)
-    if reader.run_id != config.run_id:
-        raise DataError(f"{reader.directory} is of another run", "choose another --dir")
+    if reader.run_id != config.run_id:  # it was named
+        raise DataError(f"{reader.directory} is of another run", "name one of this run")
     return origin
 
 
@@ -296,17 +299,20 @@ def read_newest(
     config: RunConfig,
     pipeline: ModelPipeline,
     say: Callable[[str], None] = lambda line: None,
+    *,
+    mine: bool = False,
 ) -> tuple[CheckpointReader, Origin]:
     """A checkpoint; of a run directory, the newest that can be read, whole. Blocking.
 
-    `say` gets a line for each that is passed over. Raises ConfigError, DataError.
+    `say` gets a line for each that is passed over. `mine`: those of another run are. Raises
+    ConfigError, DataError.
     """
     if checkpoints.is_checkpoint(source):
         reader = reader_of(source, config, pipeline)
         return reader, reader.origin()
     run_dir = checkpoints.run_dir_of(source)
     refused: DataError | None = None
-    for path in checkpoints.newest_first(run_dir, say):
+    for path in checkpoints.newest_first(run_dir, say, config.run_id if mine else None):
         try:
             reader = reader_of(path, config, pipeline)
             return reader, reader.origin()
@@ -321,9 +327,19 @@ def read_newest(
     raise DataError(f"{source} holds no complete checkpoint", remedy)
 
 
-def _came_from(source: Path, run_dir: Path) -> bool:
+def _named(source: Path) -> dict[str, Any] | None:
+    """Of a checkpoint that is named: its run's id, and itself as `parent.json` names it."""
+    if not checkpoints.is_checkpoint(source):
+        return None
+    manifest, data = checkpoints.load_manifest(source), (source / checkpoints.MANIFEST).read_bytes()
+    return {"run_id": manifest.get("run_id"), "checkpoint": hashlib.sha256(data).hexdigest()}
+
+
+def _came_from(source: Path, named: Mapping[str, Any] | None, run_dir: Path) -> bool:
     parent = parent_of(run_dir)
-    return parent is not None and parent.get("path") == str(checkpoints.run_dir_of(source))
+    if parent is None or parent.get("path") != str(checkpoints.run_dir_of(source)):
+        return False
+    return named is None or named["checkpoint"] == parent.get("checkpoint")
 
 
 def parent_of(run_dir: Path) -> dict[str, Any] | None:
@@ -343,7 +359,6 @@ def _adopt(reader: CheckpointReader, run_dir: Path, config: RunConfig) -> Origin
         "checkpoint": reader.sha256,
         "path": str(checkpoints.run_dir_of(reader.directory)),
     }
-    before = (run_dir / PARENT).read_bytes() if (run_dir / PARENT).exists() else None
     staging = checkpoints.begin(run_dir, reader.step)
     try:
         entries = [
@@ -355,18 +370,16 @@ def _adopt(reader: CheckpointReader, run_dir: Path, config: RunConfig) -> Origin
             "run_id": config.run_id,
             "config": json.loads(canonical_bytes(config)),
             "stages": entries,
-            "epoch": 0,
+            "epoch": int(reader.manifest.get("epoch", 0)),
         }
         if parent["run_id"] != config.run_id:
-            manifest["parent"] = parent
+            manifest |= {"epoch": 0, "parent": parent}
             write_durably(run_dir / PARENT, json.dumps(parent, indent=1).encode())
         path = checkpoints.complete(staging, manifest, _Tokenizer.of(reader))
     except BaseException:
         checkpoints.abandon(staging)
-        if before is None:
+        if parent["run_id"] != config.run_id:
             (run_dir / PARENT).unlink(missing_ok=True)
-        else:
-            write_durably(run_dir / PARENT, before)
         raise
     return reader_of(path, config, reader.pipeline).origin()
 

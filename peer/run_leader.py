@@ -35,12 +35,12 @@ from peer.publish import Status
 from peer.quorum import Quorum
 from peer.report import ReportWriter, final_report, step_line
 from peer.restoring import Origin
-from peer.resume import SavedStates, parent_of, take_over
+from peer.resume import PARENT, SavedStates, parent_of, take_over
 from peer.trainer import Trainer
 from peer.training import StepResult
 from swarm.config import RunConfig, canonical_bytes
 from swarm.data.dataset import Dataset
-from swarm.errors import StorageError, SwarmError, TransportError
+from swarm.errors import DataError, StorageError, SwarmError, TransportError
 from swarm.events import EventLog, read_status, write_status
 from swarm.model import build_pipeline
 from swarm.net.channel import Channel, Message, Method, no_tensors
@@ -50,7 +50,7 @@ from swarm.net.links import Links
 from swarm.net.records import leader_key
 from swarm.placement import MovePolicy
 from swarm.tasks import TaskSet
-from swarm.terms import new_incarnation
+from swarm.terms import Record, new_incarnation
 from swarm.words import clean, mapping
 
 log = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ class LeaderProcess:
             self._begin_status()
             stack.callback(self._write_status)
             stack.push(self._note_failure)
-            origin = await self._go_back()
+            origin = await self._go_back(disk.vote.committed)
             node = await Node.open(
                 self.identity, listen=listen, announce=announce, bootstrap=self._bootstrap
             )
@@ -250,13 +250,21 @@ class LeaderProcess:
         )
         return trainer
 
-    async def _go_back(self) -> Origin | None:
-        """The state that `--resume` means, in this run's directory."""
-        origin = None
-        if self._resume is not None:
+    async def _go_back(self, record: Record | None) -> Origin | None:
+        """The state that `--resume` means, in this run's directory. `record`: the newest here."""
+        origin, resume = None, self._resume
+        if record is None and (self.run_dir / PARENT).exists():
+            resume = resume or self.run_dir  # killed before anybody was told of the parent's state
+        if resume is not None:
             origin = await asyncio.to_thread(
-                take_over, self._resume, self.run_dir, self.config, self.pipeline, self._say
+                take_over, resume, self.run_dir, self.config, self.pipeline, self._say
             )
+            if record is not None and record.saved and not origin.checkpoint:
+                what = f"the run has a checkpoint of step {record.saved}, which is not in"
+                raise DataError(
+                    f"{what} {self.run_dir}",
+                    "bring it there from another trainer, or start from the file with --dir",
+                )
             write_durably(self.run_dir / "run.json", canonical_bytes(self.config))
             self._say(f"resuming from step {origin.step}")
         self.status.parent = parent_of(self.run_dir)

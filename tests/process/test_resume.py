@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -205,6 +206,10 @@ def test_up_and_baseline_resume(forks: Forks, tmp_path: Path) -> None:
     assert refused.code() != 0
     assert "holds no complete checkpoint" in refused.err
     assert not (child / "run.json").exists()  # so that the same command can be given again
+    shutil.rmtree(where / "checkpoints")
+    gone = forks.swarm("up", run, "--resume", where)
+    assert gone.code() != 0
+    assert "the run has a checkpoint of step 2, which is not in" in gone.err
     nothing = forks.swarm("up", run, "--resume", tmp_path / "nowhere")
     assert nothing.code() != 0
     assert nothing.err.count("\n") == 1, nothing.err

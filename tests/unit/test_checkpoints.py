@@ -164,11 +164,11 @@ def test_prune_keeps_the_newest_complete_ones(tmp_path: Path) -> None:
         write(tmp_path, step, a_state())
     (tmp_path / "checkpoints" / "step-2" / "manifest.json").unlink()
     (tmp_path / "checkpoints" / "step-11").mkdir()
-    gone = checkpoints.prune(tmp_path, 2)
+    gone = checkpoints.prune(tmp_path, 2, "ab")
     assert [path.name for path in gone] == ["step-2", "step-1"]
     left = ["step-10", "step-11", "step-5"]
     assert sorted(os.listdir(tmp_path / "checkpoints")) == left
-    checkpoints.prune(tmp_path, 0)
+    checkpoints.prune(tmp_path, 0, "ab")
     assert latest(tmp_path) == tmp_path / "checkpoints" / "step-10"
 
 

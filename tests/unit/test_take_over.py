@@ -67,13 +67,13 @@ def test_the_same_command_goes_on_with_what_came_of_it(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"{run} holds no complete checkpoint"):
         resume(source, run, config)
     assert {path.stat().st_size for path in run.glob("checkpoints/*/manifest.json")} == {10}
-    assert resume(source / "checkpoints" / "step-4", run, config) == 4  # to begin again
 
 
-@pytest.mark.parametrize("why", ["same-run", "moved", "torn", "another"])
+@pytest.mark.parametrize("why", ["same-run", "moved", "torn", "another", "step"])
 def test_own_checkpoints_of_other_origin_are_neither_replaced_nor_taken(
     tmp_path: Path, why: str
 ) -> None:
+    """All in a directory are of one training: a lost stage may go back to any of them."""
     source, run = tmp_path / "source", tmp_path / "run"
     config = a_config(0.1 if why == "same-run" else 0.2)
     write(source, a_config(), 4)
@@ -87,12 +87,44 @@ def test_own_checkpoints_of_other_origin_are_neither_replaced_nor_taken(
     if why == "another":
         source = tmp_path / "second"
         write(source, a_config(), 8)
+    if why == "step":
+        source = write(source, a_config(), 8)
     with pytest.raises(DataError, match=f"{run} has checkpoints of its own") as refused:
         resume(source, run, config)
     assert f"--resume {run}," in refused.value.remedy
+    assert sorted(os.listdir(run / "checkpoints")) == ["step-4", "step-6"]
     assert resume(run, run, config) == 6
-    (named,) = source.glob("checkpoints/step-*")
-    assert resume(named, run, config) == int(named.name.removeprefix("step-"))
+
+
+def test_the_same_checkpoint_by_name_goes_on_with_what_came_of_it(tmp_path: Path) -> None:
+    config = a_config(0.2)
+    named = write(tmp_path / "source", a_config(), 4)
+    for _ in range(2):
+        assert resume(named, tmp_path / "run", config) == 4
+    write(tmp_path / "run", config, 6, epoch=1)
+    assert resume(named, tmp_path / "run", config) == 6
+
+
+def test_another_trainers_newest_is_taken_by_name(tmp_path: Path) -> None:
+    """It is newer than all here, for whoever looks later, too."""
+    config, run = a_config(), tmp_path / "run"
+    write(run, config, 6, epoch=1)
+    named = write(tmp_path / "copy", config, 8, epoch=2)
+    assert resume(named, run, config) == 8
+    assert resume(run, run, config) == 8
+    assert not (run / PARENT).exists()
+
+
+def test_those_of_another_run_are_passed_over_and_kept_from_pruning(tmp_path: Path) -> None:
+    config = a_config()
+    write(tmp_path, config, 4)
+    write(tmp_path, a_config(0.2), 100, epoch=5)
+    write(tmp_path, a_config(0.2), 2)
+    assert resume(tmp_path, tmp_path, config) == 4
+    write(tmp_path, config, 6)
+    gone = checkpoints.prune(tmp_path, 1, config.run_id)
+    assert [path.name for path in gone] == ["step-4"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-100", "step-2", "step-6"]
 
 
 def test_a_disk_that_is_full_leaves_a_directory_that_can_be_used(
@@ -110,23 +142,14 @@ def test_a_disk_that_is_full_leaves_a_directory_that_can_be_used(
     monkeypatch.undo()
     assert not (run / PARENT).exists()
     assert not checkpoints.has_any(run)
-    monkeypatch.undo()
-    assert resume(source, run, a_config(0.2)) == 4
-    parent = (run / PARENT).read_bytes()
-    write(tmp_path / "other", a_config(0.3), 8)
-    monkeypatch.setattr(os, "rename", full)
-    with pytest.raises(StorageError, match="No space left"):
-        resume(tmp_path / "other" / "checkpoints" / "step-8", run, a_config(0.2))
-    monkeypatch.undo()
-    assert (run / PARENT).read_bytes() == parent
 
 
 def test_checkpoints_of_another_run_are_not_taken_for_this_ones(tmp_path: Path) -> None:
     """A kill between the first checkpoint and `run.json` leaves a directory that says not whose."""
     write(tmp_path, a_config(), 4)
-    with pytest.raises(DataError, match="is of another run") as refused:
-        resume(tmp_path, tmp_path, a_config(0.2))
-    assert "--dir" in refused.value.remedy
+    for named in (tmp_path, tmp_path / "checkpoints" / "step-4"):
+        with pytest.raises(DataError, match=r"is of another run|holds no complete checkpoint"):
+            resume(named, tmp_path, a_config(0.2))
 
 
 def test_a_checkpoint_on_another_disk_is_replaced_and_pruned_as_a_link(tmp_path: Path) -> None:
@@ -142,7 +165,7 @@ def test_a_checkpoint_on_another_disk_is_replaced_and_pruned_as_a_link(tmp_path:
     shutil.move(path, away)
     path.symlink_to(away)
     write(tmp_path / "run", config, 6)
-    assert checkpoints.prune(tmp_path / "run", 1) == [path]
+    assert checkpoints.prune(tmp_path / "run", 1, config.run_id) == [path]
     write(tmp_path / "run", config, 8)
     assert sorted(os.listdir(path.parent)) == ["step-6", "step-8"]
     assert (away / checkpoints.MANIFEST).exists()
