@@ -183,6 +183,12 @@ def newest_first(
     return [path for _, path in sorted(complete, reverse=True)]
 
 
+def highest_epoch(run_dir: str | Path) -> int:
+    """Of the complete checkpoints; 0 without any. Raises DataError when there is no looking."""
+    newest = next(iter(newest_first(run_dir)), None)
+    return 0 if newest is None else int(load_manifest(newest).get("epoch", 0))
+
+
 def passed_over(path: Path, error: DataError) -> str:
     """A line for people about a checkpoint that cannot be used."""
     return f"passed over checkpoint {path.name}: {error.message}"

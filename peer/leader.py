@@ -140,8 +140,11 @@ class Leader:
         With `going_back_to` the term opens a new epoch with that state. Raises SupersededError when
         another trainer holds a higher term; then the epoch may be opened or not.
         """
-        new_epoch = going_back_to is not None
-        self.record = await self.quorum.elect(new_epoch=new_epoch, accept_loss=accept_loss)
+        self.record = await self.quorum.elect(
+            new_epoch=going_back_to is not None,
+            above=going_back_to.epoch if going_back_to is not None else 0,
+            accept_loss=accept_loss,
+        )
         self.term = self.quorum.term
         self.adopting = self.term.counter > 1
         if going_back_to is not None:

@@ -119,16 +119,19 @@ class Quorum:
 
     # ---- as a leader ----------------------------------------------------------------------------
 
-    async def elect(self, *, new_epoch: bool = False, accept_loss: bool = False) -> Record | None:
+    async def elect(
+        self, *, new_epoch: bool = False, above: int = 0, accept_loss: bool = False
+    ) -> Record | None:
         """Win a term of our own; returns the newest committed record, completed if need be.
 
-        With `new_epoch` the term is of an epoch that nobody has seen, for a record that opens it.
+        With `new_epoch` the term is of an epoch that nobody has seen, for a record that opens it,
+        and later than epoch `above`, of which this trainer's disk may know nothing.
         With `accept_loss` those who answer within some seconds are the voters from then on: this
         forks the run if the others live.
 
         Raises SupersededError when another trainer holds a higher term: back off, then try again.
         """
-        seen = (self.vote.promised, self._highest_seen)
+        seen = (self.vote.promised, self._highest_seen, Term(above, 0, ""))
         term = next_term(seen, self._incarnation, self.vote.committed, new_epoch=new_epoch)
         self._forced = ()
         await self._change(lambda vote: Answer(True, self._noted(vote, self.me, self._disk.id)))

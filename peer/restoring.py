@@ -42,7 +42,8 @@ START_GRACE_S = 45.0  # after a leader's start: replicas look for it at growing 
 class Origin:
     """A state that an epoch may begin with: `step` is the next one to train.
 
-    `checkpoint` is the sha256 of its manifest, empty for the first weights. `fingerprints` are per
+    `checkpoint` is the sha256 of its manifest, empty for the first weights. `epoch`: the highest of
+    the checkpoints beside it, which the new epoch has to come after. `fingerprints` are per
     stage of this run. `notes` are lines for people: what newer ones were passed over, and why.
     """
 
@@ -50,6 +51,7 @@ class Origin:
     checkpoint: str = ""
     fingerprints: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    epoch: int = 0
 
 
 class Saved(Protocol):

@@ -12,10 +12,12 @@ it needs nothing of the other.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from peer.inquiries import snapshot_mark
 from peer.restoring import Origin
 from peer.snapshots import Snapshot
 from swarm.averaging.policy import POLICIES
-from swarm.config import RunConfig, canonical_bytes
+from swarm.config import RunConfig, canonical_bytes, run_id_of
 from swarm.delayed_state import PREVIOUS
 from swarm.errors import DataError
 from swarm.model import ModelPipeline
@@ -201,7 +203,7 @@ class SavedStates:
                 if record is None or on_the_way(reader.manifest, record):
                     origin = reader.origin()
                     self._must_be_newest(origin.step, record)
-                    return Origin(origin.step, origin.checkpoint, origin.fingerprints, tuple(notes))
+                    return replace(origin, epoch=self._epoch(), notes=tuple(notes))
             except DamagedError:
                 raise
             except DataError as error:
@@ -209,16 +211,20 @@ class SavedStates:
         self._must_be_newest(0, record)
         if notes or (self.run_dir / PARENT).exists():  # not over what may yet be mended
             raise DataError(f"no checkpoint in {self.run_dir} can be read")
-        return Origin(0, notes=tuple(notes))
+        return Origin(0, epoch=self._epoch(), notes=tuple(notes))
+
+    def _epoch(self) -> int:
+        return checkpoints.highest_epoch(self.run_dir)
 
     def _must_be_newest(self, step: int, record: Record | None) -> None:
         """Another trainer may have led when the newest checkpoint was written."""
         saved = record.saved if record else 0
         here = (self.run_dir / "checkpoints" / f"step-{saved}").exists()
-        if step < saved and not self._alone and not here:
+        if step < saved and not here and not (self._alone and step):
+            where = "not here any more" if self._alone else "with another trainer"
             raise DamagedError(
-                f"the newest checkpoint, of step {saved}, is with another trainer",
-                "start that one, or resume from an older one with --resume",
+                f"the newest checkpoint, of step {saved}, is {where}",
+                "bring it back, or resume from an older one with --resume",
             )
 
     def _state(self, record: Record, stage: int) -> Snapshot:
@@ -266,29 +272,30 @@ def take_over(
     A run that never wrote one begins with its first weights. One that went on from `source` before
     goes on with its own: the same command a second time does not mean to begin again. One with
     checkpoints that did not come of `source` takes none from there, so that those in a directory
-    are all of one training; but a checkpoint that is named is taken if it is of the same run.
-    Raises ConfigError, DataError, StorageError.
+    are all of one training. Raises ConfigError, DataError, StorageError.
     """
     mine = checkpoints.run_dir_of(source) == checkpoints.real(run_dir)
     own = checkpoints.has_any(run_dir)
     if own and not mine:
-        named = _named(source)
-        if _came_from(source, named, run_dir):
-            source, mine = run_dir, True
-        elif named is None or named["run_id"] != config.run_id:
+        if not _came_from(source, run_dir):
             raise DataError(
                 f"{run_dir} has checkpoints of its own",
                 f"go on with them by --resume {run_dir}, or begin elsewhere with --dir",
             )
+        source, mine = run_dir, True
     try:
         reader, origin = read_newest(source, config, pipeline, say, mine=mine)
     except DataError:
         begun = (run_dir / "run.json").exists() and not (run_dir / PARENT).exists()
         if mine and begun and not own:
             return Origin(0)
+        if mine and not own and (parent := parent_of(run_dir)) is not None:
+            what = f"{run_dir} has not got the state it was to go on from"
+            raise DataError(what, f"give --resume {parent.get('path')} again") from None
         raise
     if checkpoints.real(reader.directory.parent) != checkpoints.real(run_dir / "checkpoints"):
         return _adopt(reader, run_dir, config)
+    origin = replace(origin, epoch=checkpoints.highest_epoch(run_dir))
     if reader.run_id != config.run_id:  # it was named
         raise DataError(f"{reader.directory} is of another run", "name one of this run")
     return origin
@@ -327,19 +334,24 @@ def read_newest(
     raise DataError(f"{source} holds no complete checkpoint", remedy)
 
 
-def _named(source: Path) -> dict[str, Any] | None:
-    """Of a checkpoint that is named: its run's id, and itself as `parent.json` names it."""
-    if not checkpoints.is_checkpoint(source):
-        return None
-    manifest, data = checkpoints.load_manifest(source), (source / checkpoints.MANIFEST).read_bytes()
-    return {"run_id": manifest.get("run_id"), "checkpoint": hashlib.sha256(data).hexdigest()}
-
-
-def _came_from(source: Path, named: Mapping[str, Any] | None, run_dir: Path) -> bool:
-    parent = parent_of(run_dir)
-    if parent is None or parent.get("path") != str(checkpoints.run_dir_of(source)):
+def _came_from(source: Path, run_dir: Path) -> bool:
+    """Whether `parent.json` says that the run in `run_dir` went on from just that."""
+    parent, theirs = parent_of(run_dir), checkpoints.run_dir_of(source)
+    if parent is None or parent.get("path") != str(theirs):
         return False
-    return named is None or named["checkpoint"] == parent.get("checkpoint")
+    if checkpoints.is_checkpoint(source):
+        with contextlib.suppress(OSError):  # a torn one
+            data = (source / checkpoints.MANIFEST).read_bytes()
+            return hashlib.sha256(data).hexdigest() == parent.get("checkpoint")
+        return False
+    return _run_id_in(theirs) in (None, parent.get("run_id"))
+
+
+def _run_id_in(run_dir: Path) -> str | None:
+    try:
+        return run_id_of((run_dir / "run.json").read_bytes())
+    except OSError:
+        return None
 
 
 def parent_of(run_dir: Path) -> dict[str, Any] | None:
@@ -359,6 +371,7 @@ def _adopt(reader: CheckpointReader, run_dir: Path, config: RunConfig) -> Origin
         "checkpoint": reader.sha256,
         "path": str(checkpoints.run_dir_of(reader.directory)),
     }
+    former = (run_dir / PARENT).read_bytes() if (run_dir / PARENT).exists() else None
     staging = checkpoints.begin(run_dir, reader.step)
     try:
         entries = [
@@ -370,16 +383,18 @@ def _adopt(reader: CheckpointReader, run_dir: Path, config: RunConfig) -> Origin
             "run_id": config.run_id,
             "config": json.loads(canonical_bytes(config)),
             "stages": entries,
-            "epoch": int(reader.manifest.get("epoch", 0)),
+            "epoch": 0,
         }
         if parent["run_id"] != config.run_id:
-            manifest |= {"epoch": 0, "parent": parent}
+            manifest["parent"] = parent
             write_durably(run_dir / PARENT, json.dumps(parent, indent=1).encode())
         path = checkpoints.complete(staging, manifest, _Tokenizer.of(reader))
     except BaseException:
         checkpoints.abandon(staging)
-        if parent["run_id"] != config.run_id:
+        if former is None:
             (run_dir / PARENT).unlink(missing_ok=True)
+        else:
+            write_durably(run_dir / PARENT, former)
         raise
     return reader_of(path, config, reader.pipeline).origin()
 

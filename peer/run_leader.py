@@ -253,7 +253,8 @@ class LeaderProcess:
     async def _go_back(self, record: Record | None) -> Origin | None:
         """The state that `--resume` means, in this run's directory. `record`: the newest here."""
         origin, resume = None, self._resume
-        if record is None and (self.run_dir / PARENT).exists():
+        alone = len(self.config.run.trainers) <= 1  # others may have begun without this one
+        if alone and record is None and (self.run_dir / PARENT).exists():
             resume = resume or self.run_dir  # killed before anybody was told of the parent's state
         if resume is not None:
             origin = await asyncio.to_thread(
@@ -263,7 +264,7 @@ class LeaderProcess:
                 what = f"the run has a checkpoint of step {record.saved}, which is not in"
                 raise DataError(
                     f"{what} {self.run_dir}",
-                    "bring it there from another trainer, or start from the file with --dir",
+                    "copy it into checkpoints/ there, as from the trainer that has it",
                 )
             write_durably(self.run_dir / "run.json", canonical_bytes(self.config))
             self._say(f"resuming from step {origin.step}")

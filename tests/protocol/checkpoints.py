@@ -22,11 +22,13 @@ def snapshot_of(member: Member) -> Snapshot | None:
 
 
 class MemorySaved:
-    """What trainers find when they go back. `broken`: steps that cannot be read."""
+    """What trainers find when they go back. `broken`: steps that cannot be read. `epoch`: the
+    highest that is said of them."""
 
     def __init__(self) -> None:
         self.states: dict[int, list[Snapshot]] = {}
         self.broken: set[int] = set()
+        self.epoch = 0
 
     def keep(self, step: int, states: list[Snapshot]) -> None:
         self.states[step] = states
@@ -36,8 +38,8 @@ class MemorySaved:
         for step in sorted(self.states, reverse=True):
             if step <= limit and step not in self.broken:
                 marks = {k: each.fingerprint for k, each in enumerate(self.states[step])}
-                return Origin(step, f"manifest {step}", marks)
-        return Origin(0)
+                return Origin(step, f"manifest {step}", marks, epoch=self.epoch)
+        return Origin(0, epoch=self.epoch)
 
     async def state(self, record: Record, stage: int) -> Snapshot:
         if record.step + 1 in self.broken:

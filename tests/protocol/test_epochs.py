@@ -175,6 +175,16 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before() -> None:
 
 
 @pytest.mark.parametrize("trainers", [ALONE, TRAINERS], ids=["one", "three"])
+def test_an_epoch_is_later_than_those_of_all_checkpoints(trainers: tuple[str, ...]) -> None:
+    """They may be from before the trainer lost its disk; what comes now has to outrank them."""
+    swarm = swarm_of(trainers)
+    swarm.point, swarm.step = "forward", 5
+    swarm.saved.epoch = 7
+    run_exactly(swarm)
+    assert swarm.epochs == [(8, 4)]
+
+
+@pytest.mark.parametrize("trainers", [ALONE, TRAINERS], ids=["one", "three"])
 @pytest.mark.parametrize("point", ["paused", "epoch", "joined", "admitted"])
 def test_the_leader_dies_while_it_opens_an_epoch(point: str, trainers: tuple[str, ...]) -> None:
     swarm = swarm_of(trainers)

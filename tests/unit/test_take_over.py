@@ -16,7 +16,7 @@ from peer.checkpointing import stage_layout, write_state
 from peer.inquiries import snapshot_mark
 from peer.resume import PARENT, SavedStates, take_over
 from peer.snapshots import Snapshot
-from swarm.config import RunConfig, parse_config
+from swarm.config import RunConfig, canonical_bytes, parse_config
 from swarm.errors import DataError, StorageError
 from swarm.model import build_pipeline
 from swarm.optim import make_optimizer
@@ -105,14 +105,34 @@ def test_the_same_checkpoint_by_name_goes_on_with_what_came_of_it(tmp_path: Path
     assert resume(named, tmp_path / "run", config) == 6
 
 
-def test_another_trainers_newest_is_taken_by_name(tmp_path: Path) -> None:
-    """It is newer than all here, for whoever looks later, too."""
-    config, run = a_config(), tmp_path / "run"
-    write(run, config, 6, epoch=1)
-    named = write(tmp_path / "copy", config, 8, epoch=2)
-    assert resume(named, run, config) == 8
-    assert resume(run, run, config) == 8
-    assert not (run / PARENT).exists()
+def test_another_run_in_the_same_place_is_another_origin(tmp_path: Path) -> None:
+    source, run, config = tmp_path / "source", tmp_path / "run", a_config(0.2)
+    source.mkdir()
+    (source / "run.json").write_bytes(canonical_bytes(a_config()))
+    write(source, a_config(), 4)
+    for _ in range(2):
+        assert resume(source, run, config) == 4
+    (source / "run.json").write_bytes(canonical_bytes(a_config(0.3)))
+    with pytest.raises(DataError, match="has checkpoints of its own"):
+        resume(source, run, config)
+
+
+def test_killed_before_the_parents_state_was_there_says_how_to_get_it(tmp_path: Path) -> None:
+    (tmp_path / PARENT).write_text('{"path": "runs/parent"}')
+    with pytest.raises(DataError, match="has not got the state") as refused:
+        resume(tmp_path, tmp_path, a_config())
+    assert "--resume runs/parent again" in refused.value.remedy
+
+
+def test_going_back_is_told_the_highest_epoch_there(tmp_path: Path) -> None:
+    """Whatever is trained from then on is of a later epoch, and so newer."""
+    config = a_config()
+    write(tmp_path, config, 6, epoch=1)
+    write(tmp_path, config, 8, epoch=3)
+    older = write(tmp_path, config, 4, epoch=2)
+    for named, step in ((tmp_path, 8), (older, 4)):
+        origin = take_over(named, tmp_path, config, build_pipeline(config))
+        assert (origin.step, origin.epoch) == (step, 3)
 
 
 def test_those_of_another_run_are_passed_over_and_kept_from_pruning(tmp_path: Path) -> None:
