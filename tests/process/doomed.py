@@ -1,4 +1,4 @@
-"""Peers with a fate: they die, lie or forget where the test says, inside their own process."""
+"""Peers with a fate: they die, lie, forget or are shy where the test says, in their own process."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ PROBED = {  # moments that the replica's own probe passes
 MOMENTS = ("queued", "in forward", "in backward", *PROBED, "joining")
 DONOR = "serving a snapshot"
 LIAR = "lying"  # as a donor
+LIED = "lied"  # a lying one touches this in its directory
+SHY = "shy"  # as a donor it has nothing for anybody, while this is in the directory of all peers
 FORGETFUL = "forgetful"  # it keeps no answer that it has counted
 RECOMPUTED = "recomputed"  # a forgetful one writes here what it computes again
 
@@ -56,6 +58,16 @@ class Forgetful(Doomed):
     fates: ClassVar = {"0a": FORGETFUL}
 
 
+class Shy(Doomed):
+    """The first peer of stage 1 is a shy donor; `shy` is what makes it so."""
+
+    fates: ClassVar = {"1a": SHY}
+
+    @property
+    def shy(self) -> Path:
+        return self.run_dir / "peers" / SHY
+
+
 def die(*_: Any, **__: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -73,6 +85,7 @@ def peer(arguments: Any, tell: Any) -> int:
             "joining": _die_joining,
             DONOR: _die_as_donor,
             LIAR: _lie,
+            SHY: _be_shy,
             FORGETFUL: _forget,
         }[fate](data_dir)
     return witness.peer(arguments, tell)
@@ -153,11 +166,27 @@ def _lie(data_dir: Path) -> None:
 
     async def lie(self: Donor, *args: Any) -> Any:
         message = await chunk(self, *args)
+        (data_dir / LIED).touch()
         return Message(
             message.body, [encode(decode(each) + 1.0, "raw") for each in message.tensors]
         )
 
     Donor._chunk = lie  # type: ignore[method-assign]
+
+
+def _be_shy(data_dir: Path) -> None:
+    """While it is, a joiner has only others to ask, whatever step they are at."""
+    from peer.snapshots import Donor
+    from swarm.errors import RefusedError
+
+    snapshot: Callable[..., Any] = Donor._snapshot
+
+    async def refuse(self: Donor, *args: Any) -> Any:
+        if (data_dir.parent / SHY).exists():
+            raise RefusedError("not now")
+        return await snapshot(self, *args)
+
+    Donor._snapshot = refuse  # type: ignore[method-assign]
 
 
 def _forget(data_dir: Path) -> None:
