@@ -189,6 +189,15 @@ def highest_epoch(run_dir: str | Path) -> int:
     return 0 if newest is None else int(load_manifest(newest).get("epoch", 0))
 
 
+def is_complete(directory: str | Path) -> bool:
+    """Whether it has a manifest that can be read, and its files in full."""
+    try:
+        load_manifest(directory)
+    except DataError:
+        return False
+    return True
+
+
 def passed_over(path: Path, error: DataError) -> str:
     """A line for people about a checkpoint that cannot be used."""
     return f"passed over checkpoint {path.name}: {error.message}"

@@ -348,7 +348,7 @@ def run_baseline(
         whole_model,
     )
     from peer.report import ReportWriter, final_report
-    from peer.resume import read_newest
+    from peer.take_over import read_newest
     from peer.view import plain_line
 
     config = load_config(run)

@@ -35,7 +35,7 @@ from peer.training import Batches, Plan, Shape, StepResult
 from peer.watch import Watch
 from swarm.consensus import Vote
 from swarm.credits import Transit, slots
-from swarm.errors import StageFailedError, SwarmError
+from swarm.errors import DataError, StageFailedError, SwarmError
 from swarm.names import brief
 from swarm.net.channel import CallFailedError, Channel
 from swarm.net.links import Links
@@ -138,7 +138,8 @@ class Leader:
         """Win a term of our own, and with it the newest record.
 
         With `going_back_to` the term opens a new epoch with that state. Raises SupersededError when
-        another trainer holds a higher term; then the epoch may be opened or not.
+        another trainer holds a higher term; then the epoch may be opened or not. Raises DataError
+        rather than begin at step 0 when the trainers know of a checkpoint.
         """
         self.record = await self.quorum.elect(
             new_epoch=going_back_to is not None,
@@ -148,6 +149,9 @@ class Leader:
         self.term = self.quorum.term
         self.adopting = self.term.counter > 1
         if going_back_to is not None:
+            if self.record is not None and self.record.saved and not going_back_to.checkpoint:
+                what = f"the run has a checkpoint of step {self.record.saved}, which is not here"
+                raise DataError(what, "copy it into this trainer's checkpoints/")
             record = self._opening(going_back_to)
             await self.quorum.commit(record)
             self.record, self.adopting = record, False

@@ -117,7 +117,7 @@ class Restoring:
             try:
                 origin = await self.saved.newest(leader.record)
             except DataError as error:
-                self.trouble = error.message
+                self.trouble = str(error)
                 continue
             leader.fail(GoBack(stage, origin))
             return

@@ -35,12 +35,13 @@ from peer.publish import Status
 from peer.quorum import Quorum
 from peer.report import ReportWriter, final_report, step_line
 from peer.restoring import Origin
-from peer.resume import PARENT, SavedStates, parent_of, take_over
+from peer.resume import SavedStates
+from peer.take_over import parent_of, source_of, take_over
 from peer.trainer import Trainer
 from peer.training import StepResult
 from swarm.config import RunConfig, canonical_bytes
 from swarm.data.dataset import Dataset
-from swarm.errors import DataError, StorageError, SwarmError, TransportError
+from swarm.errors import StorageError, SwarmError, TransportError
 from swarm.events import EventLog, read_status, write_status
 from swarm.model import build_pipeline
 from swarm.net.channel import Channel, Message, Method, no_tensors
@@ -252,20 +253,12 @@ class LeaderProcess:
 
     async def _go_back(self, record: Record | None) -> Origin | None:
         """The state that `--resume` means, in this run's directory. `record`: the newest here."""
-        origin, resume = None, self._resume
-        alone = len(self.config.run.trainers) <= 1  # others may have begun without this one
-        if alone and record is None and (self.run_dir / PARENT).exists():
-            resume = resume or self.run_dir  # killed before anybody was told of the parent's state
+        origin, alone = None, len(self.config.run.trainers) <= 1
+        resume = source_of(self._resume, record, self.run_dir, alone=alone)
         if resume is not None:
             origin = await asyncio.to_thread(
                 take_over, resume, self.run_dir, self.config, self.pipeline, self._say
             )
-            if record is not None and record.saved and not origin.checkpoint:
-                what = f"the run has a checkpoint of step {record.saved}, which is not in"
-                raise DataError(
-                    f"{what} {self.run_dir}",
-                    "copy it into checkpoints/ there, as from the trainer that has it",
-                )
             write_durably(self.run_dir / "run.json", canonical_bytes(self.config))
             self._say(f"resuming from step {origin.step}")
         self.status.parent = parent_of(self.run_dir)

@@ -97,6 +97,9 @@ class Trainer(Generic[T]):
                 if origin is not None:
                     await asyncio.sleep(self._random.uniform(*ORDER_AGAIN_S))
                 continue
+            except SwarmError:
+                await leader.aclose()
+                raise
             self._ordered, self._accept_loss = None, False
             result, done = await self._lead_one_term(leader)
             if done:

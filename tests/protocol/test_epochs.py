@@ -12,8 +12,9 @@ import pytest
 from peer.inquiries import held_hashes
 from peer.leader import Leader
 from peer.publish import Status
-from peer.restoring import Saved
+from peer.restoring import Origin, Saved
 from peer.snapshots import Snapshot
+from swarm.errors import DataError
 from tests.protocol.checkpoints import MemorySaved, snapshot_of
 from tests.protocol.faults import LEADER, Fault
 from tests.protocol.scenario import LIMIT_S, TRAINERS
@@ -228,6 +229,22 @@ def test_a_holder_that_was_only_cut_off_saves_the_steps() -> None:
     swarm.lose = freeze  # type: ignore[method-assign]
     run_exactly(swarm)
     assert swarm.epochs == []
+
+
+def test_an_order_does_not_begin_again_what_another_trainer_has_a_checkpoint_of() -> None:
+    """It has none of its own to go on from, and may have been away when that was written."""
+    swarm = swarm_of(TRAINERS)
+    swarm.point, swarm.step, swarm.back_s = "forward", 3, LIMIT_S
+    lost = swarm.lose
+
+    def order() -> None:
+        lost()
+        swarm.kill_trainer("t1", 1.0)
+        swarm.order = Origin(0)
+
+    swarm.lose = order  # type: ignore[method-assign]
+    with pytest.raises(DataError, match="a checkpoint of step 2, which is not here"):
+        swarm.run(STEPS, limit_s=LIMIT_S)
 
 
 def test_nobody_comes_and_the_run_waits() -> None:

@@ -295,7 +295,7 @@ def test_export_says_what_is_wrong(tmp_path: Path) -> None:
 
 def test_resuming_says_why_no_checkpoint_will_do(tmp_path: Path) -> None:
     """That there is none would send the reader to look for one."""
-    from peer.resume import take_over
+    from peer.take_over import take_over
     from swarm.model import build_pipeline
 
     config, said = a_config(), list[str]()
@@ -308,7 +308,7 @@ def test_resuming_says_why_no_checkpoint_will_do(tmp_path: Path) -> None:
 
 
 def test_resuming_with_another_width_is_refused_in_one_line(tmp_path: Path) -> None:
-    from peer.resume import take_over
+    from peer.take_over import take_over
     from swarm.model import build_pipeline
 
     checkpointed(a_config(), tmp_path / "run")
@@ -411,7 +411,7 @@ def test_an_export_takes_the_newest_that_is_whole(tmp_path: Path) -> None:
 
 
 def test_resuming_a_run_whose_checkpoints_cannot_be_read_touches_none(tmp_path: Path) -> None:
-    from peer.resume import take_over
+    from peer.take_over import take_over
     from swarm.model import build_pipeline
 
     config, run = a_config(), tmp_path / "run"

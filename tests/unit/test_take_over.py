@@ -14,12 +14,14 @@ import torch
 from peer import checkpoints
 from peer.checkpointing import stage_layout, write_state
 from peer.inquiries import snapshot_mark
-from peer.resume import PARENT, SavedStates, take_over
+from peer.resume import PARENT, SavedStates
 from peer.snapshots import Snapshot
+from peer.take_over import source_of, take_over
 from swarm.config import RunConfig, canonical_bytes, parse_config
 from swarm.errors import DataError, StorageError
 from swarm.model import build_pipeline
 from swarm.optim import make_optimizer
+from swarm.terms import Ballot, Record, Term
 
 
 def a_config(lr: float = 0.1) -> RunConfig:
@@ -118,10 +120,10 @@ def test_another_run_in_the_same_place_is_another_origin(tmp_path: Path) -> None
 
 
 def test_killed_before_the_parents_state_was_there_says_how_to_get_it(tmp_path: Path) -> None:
-    (tmp_path / PARENT).write_text('{"path": "runs/parent"}')
+    (tmp_path / PARENT).write_text('{"path": "runs/parent", "step": 4}')
     with pytest.raises(DataError, match="has not got the state") as refused:
         resume(tmp_path, tmp_path, a_config())
-    assert "--resume runs/parent again" in refused.value.remedy
+    assert "--resume runs/parent/checkpoints/step-4 again" in refused.value.remedy
 
 
 def test_going_back_is_told_the_highest_epoch_there(tmp_path: Path) -> None:
@@ -236,3 +238,100 @@ def test_the_directory_above_a_checkpoint_is_the_run(
     for named in ("..", f"{path}/../..", f"{path.parent}/.."):
         assert not checkpoints.is_checkpoint(named)
     assert checkpoints.is_checkpoint("step-4")
+
+
+def a_record(saved: int, *, epoch: int = 0, base: int = 0, step: int = 9) -> Record:
+    """The newest one of a run whose newest checkpoint is of step `saved`."""
+    return Record(
+        ballot=Ballot(Term(epoch, 1, "t"), step, 1),
+        predecessor="",
+        members={},
+        gradients={},
+        norm=0.0,
+        scale=1.0,
+        lr=0.0,
+        outcome="applied",
+        loss=0.0,
+        tokens=0,
+        base=base,
+        saved=saved,
+    )
+
+
+def newest(run_dir: Path, config: RunConfig, record: Record) -> int:
+    saved = SavedStates(run_dir, config, build_pipeline(config))
+    return asyncio.run(saved.newest(record)).step
+
+
+def trained_by(names: list[str]) -> RunConfig:
+    config = a_config()
+    run = config.run.model_copy(update={"trainers": tuple(names)})
+    return config.model_copy(update={"run": run})
+
+
+def test_what_the_records_know_of_is_not_trained_again_from_step_0(tmp_path: Path) -> None:
+    config, path = a_config(), tmp_path / "run"
+    assert newest(path, config, a_record(saved=0)) == 0
+    with pytest.raises(DataError, match="of step 8, is not here any more") as refused:
+        newest(path, config, a_record(saved=8))
+    assert "bring it back" in refused.value.remedy
+    write(path, config, 4)
+    assert newest(path, config, a_record(saved=8)) == 4  # nobody else could have a newer one
+
+
+def test_another_trainers_checkpoint_is_not_taken_for_one_of_an_epoch_that_was_left(
+    tmp_path: Path,
+) -> None:
+    """Both are of step 8; with an older one a lost stage would go back further than need be."""
+    config = trained_by(["t", "u"])
+    write(tmp_path, config, 2)
+    path, record = write(tmp_path, config, 8), a_record(saved=8, epoch=1, base=6)
+    with pytest.raises(DataError, match="of step 8, is with another trainer"):
+        newest(tmp_path, config, record)
+    os.truncate(path / checkpoints.MANIFEST, 10)  # here it was, then: damaged, it gives way
+    assert newest(tmp_path, config, record) == 2
+
+
+def test_checkpoints_that_the_disk_knows_nothing_of_are_gone_on_from(tmp_path: Path) -> None:
+    """By a lone trainer; others may have begun without this one."""
+    source, run = tmp_path / "source", tmp_path / "run"
+    assert source_of(None, None, run, alone=True) is None
+    write(source, a_config(), 4)
+    assert source_of(None, None, source, alone=True) == source
+    assert source_of(None, None, source, alone=False) is None
+    resume(source, run, a_config(0.2))
+    assert source_of(None, None, run, alone=True) == run
+    with pytest.raises(DataError, match="may not have begun to") as refused:
+        source_of(None, None, run, alone=False)
+    assert f"--resume {run}," in refused.value.remedy
+    assert source_of(run, None, run, alone=False) == run
+    write(run, a_config(0.2), 6, epoch=1)
+    assert source_of(None, None, run, alone=False) is None
+    assert source_of(None, a_record(saved=0), run, alone=True) is None
+
+
+def test_a_run_whose_checkpoints_are_away_takes_none_of_its_parents_again(tmp_path: Path) -> None:
+    parent, run = tmp_path / "parent", tmp_path / "run"
+    named = write(parent, a_config(), 4)
+    run.mkdir()
+    for source in (parent, run):
+        with pytest.raises(DataError, match="has a checkpoint of step 6, which is not in"):
+            source_of(source, a_record(saved=6), run, alone=True)
+    assert source_of(named, a_record(saved=6), run, alone=True) == named
+    assert source_of(parent, a_record(saved=0), run, alone=True) == parent
+
+
+def test_a_copy_of_this_runs_checkpoint_keeps_its_epoch(tmp_path: Path) -> None:
+    config, run = a_config(), tmp_path / "run"
+    origin = take_over(write(tmp_path / "copy", config, 6, 3), run, config, build_pipeline(config))
+    assert (origin.step, origin.epoch) == (6, 3)
+    assert checkpoints.highest_epoch(run) == 3
+    assert not (run / PARENT).exists()
+
+
+def test_what_lies_beside_a_parents_checkpoints_is_not_taken_for_its_own(tmp_path: Path) -> None:
+    source, config = tmp_path / "source", a_config()
+    write(source, config, 4)
+    write(source, a_config(0.3), 8)
+    (source / "run.json").write_bytes(canonical_bytes(config))
+    assert resume(source, tmp_path / "run", a_config(0.2)) == 4

@@ -1,0 +1,216 @@
+"""Which state a run's directory goes on from: its own newest checkpoint, or another run's.
+
+A run that goes on from a checkpoint of another one (a changed file, or only another cut) copies it
+into its own directory first, cut anew, and keeps in `parent.json` where it comes from: from then on
+it needs nothing of the other.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from peer import checkpoints
+from peer.checkpointing import write_state
+from peer.disk import write_durably
+from peer.restoring import Origin
+from peer.resume import PARENT, CheckpointReader, reader_of
+from swarm.config import RunConfig, canonical_bytes, run_id_of
+from swarm.errors import DataError
+from swarm.model import ModelPipeline
+from swarm.terms import Record
+
+
+def source_of(
+    resume: Path | None, record: Record | None, run_dir: Path, *, alone: bool
+) -> Path | None:
+    """What the run in `run_dir` goes on from when it is told `resume`, and its trainer's disk has
+    `record`; None: from nothing on disk. `alone`: there is no other trainer.
+
+    A disk that knows of no step where checkpoints are was killed before anybody was told of the
+    first, or lost. Raises DataError.
+    """
+    if resume is not None:
+        lacks = record is not None and record.saved and not checkpoints.has_any(run_dir)
+        if record is not None and lacks and not checkpoints.is_checkpoint(resume):
+            raise DataError(
+                f"the run has a checkpoint of step {record.saved}, which is not in {run_dir}",
+                "copy it into checkpoints/ there, or begin elsewhere with --dir",
+            )
+        return resume
+    if record is not None:
+        return None
+    adopted = (run_dir / PARENT).exists()
+    if alone:
+        return run_dir if adopted or checkpoints.has_any(run_dir) else None
+    if adopted and not checkpoints.highest_epoch(run_dir):
+        raise DataError(  # the others may have begun without this one, or wait for it
+            f"{run_dir} was to go on from another run, and may not have begun to",
+            f"give --resume {run_dir}, or remove its parent.json and checkpoints/ to join",
+        )
+    return None
+
+
+def parent_of(run_dir: Path) -> dict[str, Any] | None:
+    """What `parent.json` says: `run_id`, `step`, `checkpoint`, `path`. None: there is no parent."""
+    try:
+        value = json.loads((run_dir / PARENT).read_bytes())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def take_over(
+    source: Path,
+    run_dir: Path,
+    config: RunConfig,
+    pipeline: ModelPipeline,
+    say: Callable[[str], None] = lambda line: None,
+) -> Origin:
+    """Make `source` (a run directory or a checkpoint) the state that the run in `run_dir` goes on
+    from; of a directory, its newest complete checkpoint. Blocking.
+
+    A run that never wrote one begins with its first weights. One that went on from `source` before
+    goes on with its own: the same command a second time does not mean to begin again. One with
+    checkpoints that did not come of `source` takes none from there, so that those in a directory
+    are all of one training. Raises ConfigError, DataError, StorageError.
+    """
+    mine = checkpoints.run_dir_of(source) == checkpoints.real(run_dir)
+    own = checkpoints.has_any(run_dir)
+    if own and not mine:
+        if not _came_from(source, run_dir):
+            raise DataError(
+                f"{run_dir} has checkpoints of its own",
+                f"go on with them by --resume {run_dir}, or begin elsewhere with --dir; what is of "
+                f"this same run may be copied into {run_dir / 'checkpoints'}",
+            )
+        source, mine = run_dir, True
+    try:
+        reader, origin = read_newest(source, config, pipeline, say, mine=mine)
+    except DataError:
+        begun = (run_dir / "run.json").exists() and not (run_dir / PARENT).exists()
+        if mine and begun and not own:
+            return Origin(0)
+        if mine and not own and (parent := parent_of(run_dir)) is not None:
+            state = f"{parent.get('path')}/checkpoints/step-{parent.get('step')}"
+            what = f"{run_dir} has not got the state it was to go on from"
+            remedy = f"give --resume {state} again, or begin elsewhere with --dir"
+            raise DataError(what, remedy) from None
+        raise
+    lies_in = checkpoints.real(reader.directory.absolute().parent)
+    if lies_in != checkpoints.real(run_dir / "checkpoints"):
+        origin = _adopt(reader, run_dir, config)
+    elif reader.run_id != config.run_id:  # it was named
+        raise DataError(f"{reader.directory} is of another run", "name one of this run")
+    return replace(origin, epoch=checkpoints.highest_epoch(run_dir))
+
+
+def read_newest(
+    source: Path,
+    config: RunConfig,
+    pipeline: ModelPipeline,
+    say: Callable[[str], None] = lambda line: None,
+    *,
+    mine: bool = False,
+) -> tuple[CheckpointReader, Origin]:
+    """A checkpoint; of a run directory, the newest that can be read, whole. Blocking.
+
+    `say` gets a line for each that is passed over, as are those of another run than the directory's
+    (`mine`: than that of `config`). Raises ConfigError, DataError.
+    """
+    if checkpoints.is_checkpoint(source):
+        reader = reader_of(source, config, pipeline)
+        return reader, reader.origin()
+    run_dir = checkpoints.run_dir_of(source)
+    refused: DataError | None = None
+    run_id = config.run_id if mine else _run_id_in(run_dir)
+    for path in checkpoints.newest_first(run_dir, say, run_id):
+        try:
+            reader = reader_of(path, config, pipeline)
+            return reader, reader.origin()
+        except DataError as error:
+            say(checkpoints.passed_over(path, error))
+            refused = error
+    if refused is not None:
+        raise DataError(f"cannot go on from {source}: {refused.message}", refused.remedy)
+    remedy = "set [checkpoint] every, or start from the file"
+    if checkpoints.has_any(run_dir):
+        remedy = "restore them, use the version that wrote them, or move them away"
+    raise DataError(f"{source} holds no complete checkpoint", remedy)
+
+
+def _came_from(source: Path, run_dir: Path) -> bool:
+    """Whether `parent.json` says that the run in `run_dir` went on from just that."""
+    parent, theirs = parent_of(run_dir), checkpoints.run_dir_of(source)
+    if parent is None or parent.get("path") != str(theirs):
+        return False
+    if checkpoints.is_checkpoint(source):
+        with contextlib.suppress(OSError):  # a torn one
+            data = (source / checkpoints.MANIFEST).read_bytes()
+            return hashlib.sha256(data).hexdigest() == parent.get("checkpoint")
+        return False
+    return _run_id_in(theirs) in (None, parent.get("run_id"))
+
+
+def _run_id_in(run_dir: Path) -> str | None:
+    try:
+        return run_id_of((run_dir / "run.json").read_bytes())
+    except OSError:
+        return None
+
+
+def _adopt(reader: CheckpointReader, run_dir: Path, config: RunConfig) -> Origin:
+    """Copy a checkpoint into the run's own directory, cut as it is cut."""
+    parent = {
+        "run_id": reader.run_id,
+        "step": reader.step,
+        "checkpoint": reader.sha256,
+        "path": str(checkpoints.run_dir_of(reader.directory)),
+    }
+    former = (run_dir / PARENT).read_bytes() if (run_dir / PARENT).exists() else None
+    staging = checkpoints.begin(run_dir, reader.step)
+    try:
+        entries = [
+            write_state(staging, reader.pipeline, stage, reader.snapshot(stage))
+            for stage in range(reader.pipeline.num_stages)
+        ]
+        manifest: dict[str, Any] = {
+            "step": reader.step,
+            "run_id": config.run_id,
+            "config": json.loads(canonical_bytes(config)),
+            "stages": entries,
+            "epoch": int(reader.manifest.get("epoch", 0)),
+        }
+        if parent["run_id"] != config.run_id:
+            manifest |= {"epoch": 0, "parent": parent}
+            write_durably(run_dir / PARENT, json.dumps(parent, indent=1).encode())
+        path = checkpoints.complete(staging, manifest, _Tokenizer.of(reader))
+    except BaseException:
+        checkpoints.abandon(staging)
+        if former is None:
+            (run_dir / PARENT).unlink(missing_ok=True)
+        else:
+            write_durably(run_dir / PARENT, former)
+        raise
+    return reader_of(path, config, reader.pipeline).origin()
+
+
+class _Tokenizer:
+    """The tokenizer a checkpoint has beside its weights, for the next one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @classmethod
+    def of(cls, reader: CheckpointReader) -> _Tokenizer | None:
+        has_one = "tokenizer" in reader.manifest
+        return cls(reader.directory / checkpoints.TOKENIZER) if has_one else None
+
+    def save_tokenizer(self, directory: Path) -> None:
+        shutil.copyfile(self._path, directory / checkpoints.TOKENIZER)
