@@ -81,7 +81,7 @@ class FileDisk:
             ):
                 raise StorageError(
                     f"{self._path} is damaged",
-                    "a trainer that forgot must not vote: start a new run, or restore the file",
+                    "remove it: this trainer has then lost its memory (docs/operations.md)",
                 ) from None
 
         if not self.id:

@@ -139,7 +139,7 @@ class Leader:
 
         With `going_back_to` the term opens a new epoch with that state. Raises SupersededError when
         another trainer holds a higher term; then the epoch may be opened or not. Raises DataError
-        rather than begin at step 0 when the trainers know of a checkpoint.
+        when the trainers know of a newer checkpoint.
         """
         self.record = await self.quorum.elect(
             new_epoch=going_back_to is not None,
@@ -149,9 +149,12 @@ class Leader:
         self.term = self.quorum.term
         self.adopting = self.term.counter > 1
         if going_back_to is not None:
-            if self.record is not None and self.record.saved and not going_back_to.checkpoint:
-                what = f"the run has a checkpoint of step {self.record.saved}, which is not here"
-                raise DataError(what, "copy it into this trainer's checkpoints/")
+            saved = self.record.saved if self.record else 0
+            if going_back_to.step < saved and not going_back_to.settled:
+                raise DataError(
+                    f"the newest checkpoint, of step {saved}, is not with this trainer",
+                    "give --resume to the trainer that has it, or name an older one of this run",
+                )
             record = self._opening(going_back_to)
             await self.quorum.commit(record)
             self.record, self.adopting = record, False
@@ -398,10 +401,17 @@ class Leader:
             loss=prepared.loss,
             tokens=sum(self.microbatches_of(step).weights),
             fingerprints=prepared.fingerprints,
-            base=self.record.base if self.record else 0,
+            base=self._base_of(step),
             saved=self.saved_step,
             voters=self.quorum.voters,
         )
+
+    def _base_of(self, step: Step) -> int:
+        """The step that the term's epoch began with; one may begin without going back, when whoever
+        was to open it was stopped."""
+        if self.record is None or self.record.epoch < self.term.epoch:
+            return step.number
+        return self.record.base
 
     def _announce_commit(self, step: Step, record: Record) -> None:
         self._tries = step.tries

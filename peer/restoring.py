@@ -45,6 +45,7 @@ class Origin:
     `checkpoint` is the sha256 of its manifest, empty for the first weights. `epoch`: the highest of
     the checkpoints beside it, which the new epoch has to come after. `fingerprints` are per
     stage of this run. `notes` are lines for people: what newer ones were passed over, and why.
+    `settled`: no newer one is with another trainer, or this one is wanted all the same.
     """
 
     step: int
@@ -52,6 +53,11 @@ class Origin:
     fingerprints: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     epoch: int = 0
+    settled: bool = False
+
+
+class AwayError(DataError):
+    """The newest checkpoint is not here, and an older one would be no remedy."""
 
 
 class Saved(Protocol):
@@ -60,7 +66,7 @@ class Saved(Protocol):
     async def newest(self, record: Record | None) -> Origin:
         """The newest state that a run whose newest record is `record` can go back to, checked.
 
-        Raises DataError when it is known that another trainer has a newer one.
+        Raises AwayError when another trainer has a newer one, DataError when none can be read.
         """
 
     async def state(self, record: Record, stage: int) -> Snapshot:
@@ -76,6 +82,10 @@ class GoBack(SwarmError):
     def __init__(self, stage: int, origin: Origin) -> None:
         super().__init__(f"nobody holds the state of stage {stage}")
         self.stage, self.origin = stage, origin
+
+
+class StandAside(SwarmError):
+    """This term ends, since another trainer has the checkpoint that the run has to go back to."""
 
 
 class Restoring:
@@ -116,6 +126,12 @@ class Restoring:
                 continue
             try:
                 origin = await self.saved.newest(leader.record)
+            except AwayError as error:
+                self.trouble = str(error)
+                if leader.quorum.alone:
+                    continue
+                leader.fail(StandAside(f"stage {stage} has lost its state, and {error.message}"))
+                return
             except DataError as error:
                 self.trouble = str(error)
                 continue

@@ -21,7 +21,7 @@ from torch import Tensor
 from peer import checkpoints
 from peer.checkpointing import SEPARATOR, split_state, stage_layout
 from peer.inquiries import snapshot_mark
-from peer.restoring import Origin
+from peer.restoring import AwayError, Origin
 from peer.snapshots import Snapshot
 from swarm.averaging.policy import POLICIES
 from swarm.config import RunConfig
@@ -191,23 +191,20 @@ class SavedStates:
                 self.say(line)
 
         saved, unreadable = record.saved if record else 0, set[str]()
-        for path in checkpoints.newest_first(self.run_dir, note, self.config.run_id):
+        for path in passed_through(self.run_dir, self.config, record, note):
             try:
-                reader = self._open(path)
-                if record is None or on_the_way(reader.manifest, record):
-                    origin = reader.origin()
-                    self._must_be_newest(origin.step, saved, unreadable)
-                    epoch = checkpoints.highest_epoch(self.run_dir)
-                    return replace(origin, epoch=epoch, notes=tuple(notes))
-            except DamagedError:
-                raise
+                origin = self._open(path).origin()
             except DataError as error:
                 unreadable.add(path.name)
                 note(checkpoints.passed_over(path, error))
+                continue
+            self._must_be_newest(origin.step, saved, unreadable)
+            epoch = checkpoints.highest_epoch(self.run_dir)
+            return replace(origin, epoch=epoch, notes=tuple(notes), settled=True)
         self._must_be_newest(0, saved, unreadable)
         if notes or saved or (self.run_dir / PARENT).exists():  # not over what may yet be mended
             raise DataError(f"no checkpoint in {self.run_dir} can be read", BRING_BACK)
-        return Origin(0, epoch=checkpoints.highest_epoch(self.run_dir))
+        return Origin(0, epoch=checkpoints.highest_epoch(self.run_dir), settled=True)
 
     def _must_be_newest(self, step: int, saved: int, unreadable: set[str]) -> None:
         """The newest checkpoint, of step `saved`, may be with the trainer that led then. One that
@@ -216,7 +213,7 @@ class SavedStates:
         damaged = path.name in unreadable or (path.exists() and not checkpoints.is_complete(path))
         if step < saved and not damaged and not (self._alone and step):
             where = "not here any more" if self._alone else "with another trainer"
-            raise DamagedError(f"the newest checkpoint, of step {saved}, is {where}", BRING_BACK)
+            raise AwayError(f"the newest checkpoint, of step {saved}, is {where}", BRING_BACK)
 
     def _state(self, record: Record, stage: int) -> Snapshot:
         last = self._reader  # `newest` may look meanwhile, in another thread
@@ -238,8 +235,17 @@ class SavedStates:
         return reader
 
 
-class DamagedError(DataError):
-    """There is no going back with what is here, and an older checkpoint would be no remedy."""
+def passed_through(
+    run_dir: Path, config: RunConfig, record: Record | None, say: Callable[[str], None]
+) -> list[Path]:
+    """The complete checkpoints in a run's directory, newest first. With the run's newest `record`
+    only those that it has passed through, by step: it may have gone back, and forth again."""
+    found = checkpoints.newest_first(run_dir, say, config.run_id)
+    if record is None:
+        return found
+    manifests = {path: checkpoints.load_manifest(path) for path in found}
+    passed = [path for path in found if on_the_way(manifests[path], record)]
+    return sorted(passed, key=lambda path: int(manifests[path]["step"]), reverse=True)
 
 
 def on_the_way(manifest: Mapping[str, Any], record: Record) -> bool:

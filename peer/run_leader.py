@@ -252,12 +252,13 @@ class LeaderProcess:
         return trainer
 
     async def _go_back(self, record: Record | None) -> Origin | None:
-        """The state that `--resume` means, in this run's directory. `record`: the newest here."""
+        """The state to begin with, in this run's directory: what `--resume` means, or what the
+        trainer's disk knows nothing of. `record`: the newest that it knows."""
         origin, alone = None, len(self.config.run.trainers) <= 1
         resume = source_of(self._resume, record, self.run_dir, alone=alone)
         if resume is not None:
             origin = await asyncio.to_thread(
-                take_over, resume, self.run_dir, self.config, self.pipeline, self._say
+                take_over, resume, self.run_dir, self.config, self.pipeline, self._say, record
             )
             write_durably(self.run_dir / "run.json", canonical_bytes(self.config))
             self._say(f"resuming from step {origin.step}")

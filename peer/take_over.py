@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from peer import checkpoints
 from peer.checkpointing import write_state
 from peer.disk import write_durably
 from peer.restoring import Origin
-from peer.resume import PARENT, CheckpointReader, reader_of
+from peer.resume import PARENT, CheckpointReader, passed_through, reader_of
 from swarm.config import RunConfig, canonical_bytes, run_id_of
 from swarm.errors import DataError
 from swarm.model import ModelPipeline
@@ -72,6 +72,7 @@ def take_over(
     config: RunConfig,
     pipeline: ModelPipeline,
     say: Callable[[str], None] = lambda line: None,
+    record: Record | None = None,
 ) -> Origin:
     """Make `source` (a run directory or a checkpoint) the state that the run in `run_dir` goes on
     from; of a directory, its newest complete checkpoint. Blocking.
@@ -79,7 +80,8 @@ def take_over(
     A run that never wrote one begins with its first weights. One that went on from `source` before
     goes on with its own: the same command a second time does not mean to begin again. One with
     checkpoints that did not come of `source` takes none from there, so that those in a directory
-    are all of one training. Raises ConfigError, DataError, StorageError.
+    are all of one training. `record`: the newest that this trainer's disk has. Raises ConfigError,
+    DataError, StorageError.
     """
     mine = checkpoints.run_dir_of(source) == checkpoints.real(run_dir)
     own = checkpoints.has_any(run_dir)
@@ -92,7 +94,10 @@ def take_over(
             )
         source, mine = run_dir, True
     try:
-        reader, origin = read_newest(source, config, pipeline, say, mine=mine)
+        paths = None
+        if mine and not checkpoints.is_checkpoint(source):
+            paths = passed_through(run_dir, config, record, say)
+        reader, origin = read_newest(source, config, pipeline, say, paths)
     except DataError:
         begun = (run_dir / "run.json").exists() and not (run_dir / PARENT).exists()
         if mine and begun and not own:
@@ -108,7 +113,10 @@ def take_over(
         origin = _adopt(reader, run_dir, config)
     elif reader.run_id != config.run_id:  # it was named
         raise DataError(f"{reader.directory} is of another run", "name one of this run")
-    return replace(origin, epoch=checkpoints.highest_epoch(run_dir))
+    alone = len(config.run.trainers) <= 1
+    named = checkpoints.is_checkpoint(source) and reader.run_id == config.run_id
+    epoch = checkpoints.highest_epoch(run_dir)
+    return replace(origin, epoch=epoch, settled=alone or named)
 
 
 def read_newest(
@@ -116,21 +124,21 @@ def read_newest(
     config: RunConfig,
     pipeline: ModelPipeline,
     say: Callable[[str], None] = lambda line: None,
-    *,
-    mine: bool = False,
+    paths: Sequence[Path] | None = None,
 ) -> tuple[CheckpointReader, Origin]:
     """A checkpoint; of a run directory, the newest that can be read, whole. Blocking.
 
-    `say` gets a line for each that is passed over, as are those of another run than the directory's
-    (`mine`: than that of `config`). Raises ConfigError, DataError.
+    `paths` are those to try, in that order; without, all that are of the directory's run. `say`
+    gets a line for each that is passed over. Raises ConfigError, DataError.
     """
     if checkpoints.is_checkpoint(source):
         reader = reader_of(source, config, pipeline)
         return reader, reader.origin()
     run_dir = checkpoints.run_dir_of(source)
     refused: DataError | None = None
-    run_id = config.run_id if mine else _run_id_in(run_dir)
-    for path in checkpoints.newest_first(run_dir, say, run_id):
+    if paths is None:
+        paths = checkpoints.newest_first(run_dir, say, _run_id_in(run_dir))
+    for path in paths:
         try:
             reader = reader_of(path, config, pipeline)
             return reader, reader.origin()
@@ -141,7 +149,7 @@ def read_newest(
         raise DataError(f"cannot go on from {source}: {refused.message}", refused.remedy)
     remedy = "set [checkpoint] every, or start from the file"
     if checkpoints.has_any(run_dir):
-        remedy = "restore them, use the version that wrote them, or move them away"
+        remedy = "name one, restore them, use the version that wrote them, or move them away"
     raise DataError(f"{source} holds no complete checkpoint", remedy)
 
 

@@ -17,18 +17,19 @@ from typing import Any, Generic, TypeVar
 from peer.calls import count
 from peer.leader import Leader
 from peer.quorum import Quorum, SupersededError
-from peer.restoring import GoBack, Origin
+from peer.restoring import GoBack, Origin, StandAside
 from swarm.errors import RefusedError, SwarmError
 from swarm.net.channel import Channel, Message, Method, no_tensors
 from swarm.net.links import Links
 from swarm.tasks import TaskSet
-from swarm.terms import Term
+from swarm.terms import NO_TERM, Term
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 LEASE_S = 5.0
 TELL_EVERY_S = 1.0
 RANK_S = 2.0
+ASIDE_S = 20.0  # for all others to begin to lead, when this one has stood aside for them
 ORDER_AGAIN_S = (0.5, 1.5)
 FOR_LEADER = ("join", "ready", "leave", "snapshot", "chunk", "gradient")
 
@@ -62,6 +63,7 @@ class Trainer(Generic[T]):
         self._make_leader, self._lead, self._on_role = make_leader, lead, on_role
         self._ordered, self._accept_loss = going_back_to, accept_loss
         self._needed: Origin | None = None  # what the last term ended for, if it went back
+        self._aside = False  # whether the last term ended for others to lead
         self._lease_s, self._random = lease_s, random.Random(seed)
         self._heard = asyncio.Event()
         self._leading: asyncio.Task[T] | None = None
@@ -101,9 +103,11 @@ class Trainer(Generic[T]):
                 await leader.aclose()
                 raise
             self._ordered, self._accept_loss = None, False
+            self._aside = False
             result, done = await self._lead_one_term(leader)
             if done:
                 return result
+            patience = self._patience()
         return None
 
     async def _lead_one_term(self, leader: Leader) -> tuple[T | None, bool]:
@@ -124,6 +128,10 @@ class Trainer(Generic[T]):
         except GoBack as error:
             self._needed = error.origin
             self._on_role(f"going back to step {error.origin.step}: {error.message}")
+            return None, False
+        except StandAside as error:
+            self._aside, self.quorum.term = True, NO_TERM  # nobody is told any more that we lead
+            self._on_role(f"standing by: {error.message}")
             return None, False
         finally:
             telling.cancel()
@@ -164,6 +172,8 @@ class Trainer(Generic[T]):
     def _patience(self, *, first: bool = False) -> float:
         rank = self.quorum.trainers.index(self.quorum.me)
         least = 0.2 if first and rank == 0 else self._lease_s
+        if self._aside:
+            least += ASIDE_S
         return least + RANK_S * rank + self._random.uniform(0, RANK_S / 2)
 
     async def _somebody_leads(self, patience_s: float) -> bool:

@@ -12,9 +12,10 @@ import pytest
 from peer.inquiries import held_hashes
 from peer.leader import Leader
 from peer.publish import Status
-from peer.restoring import Origin, Saved
+from peer.restoring import AwayError, Origin, Saved
 from peer.snapshots import Snapshot
 from swarm.errors import DataError
+from swarm.terms import Record
 from tests.protocol.checkpoints import MemorySaved, snapshot_of
 from tests.protocol.faults import LEADER, Fault
 from tests.protocol.scenario import LIMIT_S, TRAINERS
@@ -243,8 +244,76 @@ def test_an_order_does_not_begin_again_what_another_trainer_has_a_checkpoint_of(
         swarm.order = Origin(0)
 
     swarm.lose = order  # type: ignore[method-assign]
-    with pytest.raises(DataError, match="a checkpoint of step 2, which is not here"):
+    with pytest.raises(DataError, match="of step 2, is not with this trainer"):
         swarm.run(STEPS, limit_s=LIMIT_S)
+
+
+class OwnSaved(MemorySaved):
+    """The checkpoints of one trainer: those of the steps that it led."""
+
+    async def newest(self, record: Record | None) -> Origin:
+        origin = await super().newest(record)
+        if record is not None and origin.step < record.saved:
+            raise AwayError(f"the newest checkpoint, of step {record.saved}, is away")
+        return origin
+
+
+class SavedApart(EpochSwarm):
+    """Every trainer has a disk of its own for the checkpoints it writes."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.own = {name: OwnSaved() for name in self.trainer_ids}
+
+    def saved_of(self, name: str) -> Saved:
+        return self.own[name]
+
+    async def at_record(self, leader: Leader) -> None:
+        self.saved = self.own[leader.quorum.me]
+        await super().at_record(leader)
+
+
+@pytest.mark.parametrize("owner", TRAINERS)
+def test_a_leader_stands_aside_for_the_trainer_that_has_the_checkpoint(owner: str) -> None:
+    """That one comes back last, when another leads already: whatever its rank, its turn comes."""
+    swarm = swarm_of(TRAINERS, SavedApart)
+    swarm.point, swarm.step = "forward", 3
+    lost = swarm.lose
+
+    def all_die() -> None:
+        lost()
+        (writer,) = (name for name, saved in swarm.own.items() if saved.states)
+        swarm.own[writer], swarm.own[owner] = swarm.own[owner], swarm.own[writer]
+        for name in TRAINERS:
+            swarm.kill_trainer(name, 30.0 if name == owner else 1.0)
+
+    swarm.lose = all_die  # type: ignore[method-assign]
+    run_exactly(swarm)
+    assert swarm.epochs == [(1, 2)]
+
+
+def test_an_epoch_that_begins_without_going_back_has_passed_what_was_there() -> None:
+    """Whoever was to open it was refused after it had won its term."""
+    swarm = swarm_of(TRAINERS, SavedApart)
+    swarm.point, swarm.step = "backward", 3
+    begun: list[Leader] = []
+
+    def refused() -> None:
+        leader = swarm.leader
+        assert leader is not None
+        begun.append(leader)
+        leader.tasks.spawn(elect(leader), "an epoch that nobody opens")
+
+    async def elect(leader: Leader) -> None:
+        await leader.quorum.elect(new_epoch=True)
+        leader.term = leader.quorum.term
+
+    swarm.lose = refused  # type: ignore[method-assign]
+    run_exactly(swarm)
+    assert begun
+    record = swarm.disks["t0"].vote.committed
+    assert record is not None
+    assert (record.epoch, record.base) == (1, 3)
 
 
 def test_nobody_comes_and_the_run_waits() -> None:

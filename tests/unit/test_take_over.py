@@ -335,3 +335,31 @@ def test_what_lies_beside_a_parents_checkpoints_is_not_taken_for_its_own(tmp_pat
     write(source, a_config(0.3), 8)
     (source / "run.json").write_bytes(canonical_bytes(config))
     assert resume(source, tmp_path / "run", a_config(0.2)) == 4
+
+
+def test_a_run_that_went_back_and_forth_goes_on_from_what_it_has_passed_through(
+    tmp_path: Path,
+) -> None:
+    """To step 4, where step 6 was written anew, then by name to step 10."""
+    config, record = a_config(), a_record(saved=10, epoch=2, base=10)
+    for step, epoch in ((4, 0), (8, 0), (10, 0), (6, 1), (12, 1)):
+        write(tmp_path, config, step, epoch)
+    assert newest(tmp_path, config, record) == 10
+    assert take_over(tmp_path, tmp_path, config, build_pipeline(config), print, record).step == 10
+    before = a_record(saved=6, epoch=1, base=4, step=7)
+    assert newest(tmp_path, config, before) == 6
+    write(tmp_path, config, 14, epoch=2)
+    assert newest(tmp_path, config, a_record(saved=10, epoch=2, base=10, step=13)) == 14
+
+
+@pytest.mark.parametrize("names", [["t"], ["t", "u"]], ids=["alone", "two"])
+def test_a_trainer_may_go_back_by_its_own_disk_alone_only_where_it_is_told_to_what(
+    tmp_path: Path, names: list[str]
+) -> None:
+    config, run, child = trained_by(names), tmp_path / "run", tmp_path / "child"
+    pipeline, named = build_pipeline(config), write(run, config, 4)
+    parent = write(tmp_path / "parent", a_config(0.3), 2)
+    alone = len(names) == 1
+    assert take_over(run, run, config, pipeline).settled is alone
+    assert take_over(named, run, config, pipeline).settled
+    assert take_over(parent, child, config, pipeline).settled is alone
