@@ -29,13 +29,13 @@ from peer.members import Members, Standing, Traffic
 from peer.microbatches import ADOPT_S, Microbatches
 from peer.quorum import Quorum
 from peer.rebalancing import Rebalancing
-from peer.restoring import Origin, Restoring, Saved
+from peer.restoring import Order, Origin, Restoring, Saved
 from peer.stage_server import Probe, no_probe
 from peer.training import Batches, Plan, Shape, StepResult
 from peer.watch import Watch
 from swarm.consensus import Vote
 from swarm.credits import Transit, slots
-from swarm.errors import DataError, StageFailedError, SwarmError
+from swarm.errors import StageFailedError, SwarmError
 from swarm.names import brief
 from swarm.net.channel import CallFailedError, Channel
 from swarm.net.links import Links
@@ -132,35 +132,26 @@ class Leader:
         """Whether an averaging attempt of `step` runs, so that nobody may come in."""
         return self.averaging and step is self.live[0]
 
-    async def begin(
-        self, going_back_to: Origin | None = None, *, accept_loss: bool = False
-    ) -> None:
+    async def begin(self, order: Order | None = None, *, accept_loss: bool = False) -> None:
         """Win a term of our own, and with it the newest record.
 
-        With `going_back_to` the term opens a new epoch with that state. Raises SupersededError when
-        another trainer holds a higher term; then the epoch may be opened or not. Raises DataError
-        when the trainers know of a newer checkpoint.
+        With `order` the term opens a new epoch with the state that it says. Raises SupersededError
+        when another trainer holds a higher term; then the epoch may be opened or not. Raises
+        DataError, with no epoch opened, when there is no going back.
         """
+        saved, new_epoch = self.restoring.saved, order is not None
+        above = await saved.highest_epoch() if new_epoch and saved is not None else 0
         self.record = await self.quorum.elect(
-            new_epoch=going_back_to is not None,
-            above=going_back_to.epoch if going_back_to is not None else 0,
-            accept_loss=accept_loss,
+            new_epoch=new_epoch, above=above, accept_loss=accept_loss
         )
         self.term = self.quorum.term
         self.adopting = self.term.counter > 1
-        if going_back_to is not None:
-            saved = self.record.saved if self.record else 0
-            if going_back_to.step < saved and not going_back_to.settled:
-                raise DataError(
-                    f"the newest checkpoint, of step {saved}, is not with this trainer",
-                    "give --resume to the trainer that has it, or name an older one of this run",
-                )
-            record = self._opening(going_back_to)
+        if order is not None:
+            origin = await order(self.record)
+            record = self._opening(origin)
             await self.quorum.commit(record)
             self.record, self.adopting = record, False
-            self.probe(
-                "epoch", epoch=record.epoch, step=going_back_to.step, checkpoint=record.checkpoint
-            )
+            self.probe("epoch", epoch=record.epoch, step=origin.step, checkpoint=record.checkpoint)
         self.saved_step = self.record.saved if self.record else 0
         for each in self._microbatches:
             each.adopt_until = asyncio.get_running_loop().time() + ADOPT_S

@@ -19,7 +19,7 @@ class Status:
 
     def __init__(self, run_id: str, name: str, num_steps: int, shape: Shape) -> None:
         self.run_id, self.name, self.num_steps, self.shape = run_id, name, num_steps, shape
-        self.leader: Leader | None = None  # None: another trainer leads
+        self.leader: Leader | None = None  # None: another trainer leads, or is to
         self.link = ""
         self.parent: Mapping[str, Any] | None = None  # the run this one goes on from
         self._last: tuple[list[Mapping[str, Any]], dict[str, Any]] | None = None
@@ -36,10 +36,10 @@ class Status:
         self.leader = leader
         self.state, self.reason = "waiting", "waiting for peers"
 
-    def stand_by(self) -> None:
-        """Another trainer leads now."""
+    def stand_by(self, reason: str) -> None:
+        """Another trainer leads, or is to."""
         self.leader = None
-        self.state, self.reason = "standing by", "another trainer leads"
+        self.state, self.reason = "standing by", reason
 
     def note_step(self, result: StepResult) -> None:
         self.losses.append((result.step, result.loss))

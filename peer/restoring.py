@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -42,18 +42,18 @@ START_GRACE_S = 45.0  # after a leader's start: replicas look for it at growing 
 class Origin:
     """A state that an epoch may begin with: `step` is the next one to train.
 
-    `checkpoint` is the sha256 of its manifest, empty for the first weights. `epoch`: the highest of
-    the checkpoints beside it, which the new epoch has to come after. `fingerprints` are per
+    `checkpoint` is the sha256 of its manifest, empty for the first weights. `fingerprints` are per
     stage of this run. `notes` are lines for people: what newer ones were passed over, and why.
-    `settled`: no newer one is with another trainer, or this one is wanted all the same.
     """
 
     step: int
     checkpoint: str = ""
     fingerprints: Mapping[int, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    epoch: int = 0
-    settled: bool = False
+
+
+Order = Callable[[Record | None], Awaitable[Origin]]
+"""To go back: says to what, once the run's newest record is known. Raises DataError."""
 
 
 class AwayError(DataError):
@@ -68,6 +68,10 @@ class Saved(Protocol):
 
         Raises AwayError when another trainer has a newer one, DataError when none can be read.
         """
+
+    async def highest_epoch(self) -> int:
+        """Of the checkpoints there, be they on the way or not: what is trained from now on has to
+        come after them. Raises DataError when there is no looking."""
 
     async def state(self, record: Record, stage: int) -> Snapshot:
         """A stage's state at the checkpoint that `record` opened its epoch with.
@@ -130,7 +134,7 @@ class Restoring:
                 self.trouble = str(error)
                 if leader.quorum.alone:
                     continue
-                leader.fail(StandAside(f"stage {stage} has lost its state, and {error.message}"))
+                leader.fail(StandAside(f"stage {stage} has lost its state, and {error}"))
                 return
             except DataError as error:
                 self.trouble = str(error)

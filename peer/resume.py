@@ -33,6 +33,7 @@ from swarm.terms import Record
 
 PARENT = "parent.json"
 BRING_BACK = "bring it back, go on from another with --resume, or begin elsewhere with --dir"
+RESTORE = "restore them, use the version that wrote them, name another with --resume"
 SAME_MODEL = "resume with the [model] it was trained with; its cut may differ"
 
 
@@ -177,6 +178,9 @@ class SavedStates:
     async def newest(self, record: Record | None) -> Origin:
         return await asyncio.to_thread(self._newest, record)
 
+    async def highest_epoch(self) -> int:
+        return await asyncio.to_thread(checkpoints.highest_epoch, self.run_dir)
+
     async def state(self, record: Record, stage: int) -> Snapshot:
         return await asyncio.to_thread(self._state, record, stage)
 
@@ -199,12 +203,12 @@ class SavedStates:
                 note(checkpoints.passed_over(path, error))
                 continue
             self._must_be_newest(origin.step, saved, unreadable)
-            epoch = checkpoints.highest_epoch(self.run_dir)
-            return replace(origin, epoch=epoch, notes=tuple(notes), settled=True)
+            return replace(origin, notes=tuple(notes))
         self._must_be_newest(0, saved, unreadable)
         if notes or saved or (self.run_dir / PARENT).exists():  # not over what may yet be mended
-            raise DataError(f"no checkpoint in {self.run_dir} can be read", BRING_BACK)
-        return Origin(0, epoch=checkpoints.highest_epoch(self.run_dir), settled=True)
+            what = f"{self.run_dir} holds no complete checkpoint that can be read"
+            raise DataError(what, f"{RESTORE}, or begin elsewhere with --dir")
+        return Origin(0)
 
     def _must_be_newest(self, step: int, saved: int, unreadable: set[str]) -> None:
         """The newest checkpoint, of step `saved`, may be with the trainer that led then. One that
@@ -239,18 +243,18 @@ def passed_through(
     run_dir: Path, config: RunConfig, record: Record | None, say: Callable[[str], None]
 ) -> list[Path]:
     """The complete checkpoints in a run's directory, newest first. With the run's newest `record`
-    only those that it has passed through, by step: it may have gone back, and forth again."""
+    those that it has passed through, by step: it may have gone back, and forth again. If there are
+    none, all: they are of the same training."""
     found = checkpoints.newest_first(run_dir, say, config.run_id)
     if record is None:
         return found
     manifests = {path: checkpoints.load_manifest(path) for path in found}
     passed = [path for path in found if on_the_way(manifests[path], record)]
-    return sorted(passed, key=lambda path: int(manifests[path]["step"]), reverse=True)
+    return sorted(passed, key=lambda path: int(manifests[path]["step"]), reverse=True) or found
 
 
 def on_the_way(manifest: Mapping[str, Any], record: Record) -> bool:
-    """Whether the run whose newest record is `record` has passed through this checkpoint."""
+    """Whether the run whose newest record is `record` has passed through this checkpoint; one of
+    a later step was brought here, and the record is from before it."""
     epoch, step = int(manifest.get("epoch", 0)), int(manifest["step"])
-    if epoch == record.epoch:
-        return step <= record.step + 1
-    return epoch < record.epoch and step <= record.base
+    return epoch >= record.epoch or step <= record.base

@@ -34,7 +34,7 @@ from peer.on_demand import take_wish
 from peer.publish import Status
 from peer.quorum import Quorum
 from peer.report import ReportWriter, final_report, step_line
-from peer.restoring import Origin
+from peer.restoring import Order
 from peer.resume import SavedStates
 from peer.take_over import parent_of, source_of, take_over
 from peer.trainer import Trainer
@@ -132,12 +132,13 @@ class LeaderProcess:
             self._begin_status()
             stack.callback(self._write_status)
             stack.push(self._note_failure)
-            origin = await self._go_back(disk.vote.committed)
+            saved = SavedStates(self.run_dir, self.config, self.pipeline, say=self._say)
+            order = await self._go_back(disk.vote.committed, saved)
             node = await Node.open(
                 self.identity, listen=listen, announce=announce, bootstrap=self._bootstrap
             )
             stack.push_async_callback(node.close)
-            trainer = self._make_trainer(node, disk, dataset, origin)
+            trainer = self._make_trainer(node, disk, dataset, saved, order)
             stack.push_async_callback(trainer.links.aclose)
             stack.push_async_callback(trainer.aclose)
             tasks = TaskSet()
@@ -187,7 +188,12 @@ class LeaderProcess:
             self.status.state, self.status.reason = "failed", str(error)
 
     def _make_trainer(
-        self, node: Node, disk: FileDisk, dataset: Dataset, origin: Origin | None
+        self,
+        node: Node,
+        disk: FileDisk,
+        dataset: Dataset,
+        saved: SavedStates,
+        order: Order | None,
     ) -> Trainer[dict[str, Any]]:
         run_id, me = self.config.run_id, self.identity.peer_id
         links = Links(
@@ -211,8 +217,6 @@ class LeaderProcess:
             parent=self.status.parent,
             note=lambda **facts: self.events.emit("checkpoint", **facts),
         )
-
-        saved = SavedStates(self.run_dir, self.config, self.pipeline, say=self._say)
 
         def make_leader() -> Leader:
             leader = self.leader_type(
@@ -246,28 +250,29 @@ class LeaderProcess:
             make_leader,
             lead,
             on_role=self._on_role,
-            going_back_to=origin,
+            order=order,
             accept_loss=self._accept_loss,
         )
         return trainer
 
-    async def _go_back(self, record: Record | None) -> Origin | None:
-        """The state to begin with, in this run's directory: what `--resume` means, or what the
-        trainer's disk knows nothing of. `record`: the newest that it knows."""
-        origin, alone = None, len(self.config.run.trainers) <= 1
+    async def _go_back(self, record: Record | None, saved: SavedStates) -> Order | None:
+        """What `--resume` means, or is to be gone on from without the trainer's disk knowing of it.
+        `record`: the newest that it knows."""
+        order, alone = None, len(self.config.run.trainers) <= 1
         resume = source_of(self._resume, record, self.run_dir, alone=alone)
         if resume is not None:
-            origin = await asyncio.to_thread(
-                take_over, resume, self.run_dir, self.config, self.pipeline, self._say, record
+            order = await asyncio.to_thread(
+                take_over, resume, self.run_dir, self.config, self.pipeline, saved, self._say
             )
+            origin = await order(record)  # to refuse before anybody is asked for a term
             write_durably(self.run_dir / "run.json", canonical_bytes(self.config))
             self._say(f"resuming from step {origin.step}")
         self.status.parent = parent_of(self.run_dir)
-        return origin
+        return order
 
     def _on_role(self, text: str) -> None:
         if not text.startswith("leading"):
-            self.status.stand_by()
+            self.status.stand_by(text)
         if text.startswith("going back"):
             self._say(text)
         log.info("%s", text)

@@ -11,16 +11,15 @@ import contextlib
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from peer import checkpoints
 from peer.checkpointing import write_state
 from peer.disk import write_durably
-from peer.restoring import Origin
-from peer.resume import PARENT, CheckpointReader, passed_through, reader_of
+from peer.restoring import Order, Origin, Saved
+from peer.resume import PARENT, RESTORE, CheckpointReader, reader_of
 from swarm.config import RunConfig, canonical_bytes, run_id_of
 from swarm.errors import DataError
 from swarm.model import ModelPipeline
@@ -43,6 +42,8 @@ def source_of(
                 f"the run has a checkpoint of step {record.saved}, which is not in {run_dir}",
                 "copy it into checkpoints/ there, or begin elsewhere with --dir",
             )
+        if record is not None and not alone and _came_from(resume, run_dir):
+            return None  # the same command again, while the others may have gone on
         return resume
     if record is not None:
         return None
@@ -71,17 +72,16 @@ def take_over(
     run_dir: Path,
     config: RunConfig,
     pipeline: ModelPipeline,
+    saved: Saved,
     say: Callable[[str], None] = lambda line: None,
-    record: Record | None = None,
-) -> Origin:
-    """Make `source` (a run directory or a checkpoint) the state that the run in `run_dir` goes on
-    from; of a directory, its newest complete checkpoint. Blocking.
+) -> Order:
+    """What the run in `run_dir` is to go back to when told `source`, a run directory or a
+    checkpoint, which is copied there if need be. Blocking. `saved` are the run's own.
 
-    A run that never wrote one begins with its first weights. One that went on from `source` before
-    goes on with its own: the same command a second time does not mean to begin again. One with
-    checkpoints that did not come of `source` takes none from there, so that those in a directory
-    are all of one training. `record`: the newest that this trainer's disk has. Raises ConfigError,
-    DataError, StorageError.
+    A run that never wrote a checkpoint begins with its first weights. One that went on from
+    `source` before goes on with its own: the same command a second time does not mean to begin
+    again. One with checkpoints that did not come of `source` takes none from there, so that those
+    in a directory are all of one training. Raises ConfigError, DataError, StorageError.
     """
     mine = checkpoints.run_dir_of(source) == checkpoints.real(run_dir)
     own = checkpoints.has_any(run_dir)
@@ -92,31 +92,42 @@ def take_over(
                 f"go on with them by --resume {run_dir}, or begin elsewhere with --dir; what is of "
                 f"this same run may be copied into {run_dir / 'checkpoints'}",
             )
-        source, mine = run_dir, True
-    try:
-        paths = None
-        if mine and not checkpoints.is_checkpoint(source):
-            paths = passed_through(run_dir, config, record, say)
-        reader, origin = read_newest(source, config, pipeline, say, paths)
-    except DataError:
-        begun = (run_dir / "run.json").exists() and not (run_dir / PARENT).exists()
-        if mine and begun and not own:
-            return Origin(0)
-        if mine and not own and (parent := parent_of(run_dir)) is not None:
-            state = f"{parent.get('path')}/checkpoints/step-{parent.get('step')}"
-            what = f"{run_dir} has not got the state it was to go on from"
-            remedy = f"give --resume {state} again, or begin elsewhere with --dir"
-            raise DataError(what, remedy) from None
-        raise
+        return saved.newest
+    named = checkpoints.is_checkpoint(source)
+    if mine and not named:
+        if not own:
+            _must_begin(run_dir)
+        return saved.newest
+    reader, origin = read_newest(source, config, pipeline, say)
+    mine = reader.run_id == config.run_id
     lies_in = checkpoints.real(reader.directory.absolute().parent)
     if lies_in != checkpoints.real(run_dir / "checkpoints"):
         origin = _adopt(reader, run_dir, config)
-    elif reader.run_id != config.run_id:  # it was named
+    elif not mine:
         raise DataError(f"{reader.directory} is of another run", "name one of this run")
-    alone = len(config.run.trainers) <= 1
-    named = checkpoints.is_checkpoint(source) and reader.run_id == config.run_id
-    epoch = checkpoints.highest_epoch(run_dir)
-    return replace(origin, epoch=epoch, settled=alone or named)
+
+    async def order(record: Record | None) -> Origin:
+        if not (named and mine) and record is not None and record.saved > origin.step:
+            raise DataError(
+                f"the run has a checkpoint of step {record.saved} by now",
+                "start without --resume to go on with it",
+            )
+        return origin
+
+    return order
+
+
+def _must_begin(run_dir: Path) -> None:
+    """A directory without checkpoints is to begin with the first weights. Raises DataError."""
+    if (parent := parent_of(run_dir)) is not None:
+        state = f"{parent.get('path')}/checkpoints/step-{parent.get('step')}"
+        raise DataError(
+            f"{run_dir} has not got the state it was to go on from",
+            f"give --resume {state} again, or begin elsewhere with --dir",
+        )
+    if (run_dir / PARENT).exists() or not (run_dir / "run.json").exists():
+        remedy = "set [checkpoint] every, or start from the file"
+        raise DataError(f"{run_dir} holds no complete checkpoint", remedy)
 
 
 def read_newest(
@@ -124,21 +135,18 @@ def read_newest(
     config: RunConfig,
     pipeline: ModelPipeline,
     say: Callable[[str], None] = lambda line: None,
-    paths: Sequence[Path] | None = None,
 ) -> tuple[CheckpointReader, Origin]:
     """A checkpoint; of a run directory, the newest that can be read, whole. Blocking.
 
-    `paths` are those to try, in that order; without, all that are of the directory's run. `say`
-    gets a line for each that is passed over. Raises ConfigError, DataError.
+    `say` gets a line for each that is passed over, as are those of another run than the
+    directory's. Raises ConfigError, DataError.
     """
     if checkpoints.is_checkpoint(source):
         reader = reader_of(source, config, pipeline)
         return reader, reader.origin()
     run_dir = checkpoints.run_dir_of(source)
     refused: DataError | None = None
-    if paths is None:
-        paths = checkpoints.newest_first(run_dir, say, _run_id_in(run_dir))
-    for path in paths:
+    for path in checkpoints.newest_first(run_dir, say, _run_id_in(run_dir)):
         try:
             reader = reader_of(path, config, pipeline)
             return reader, reader.origin()
@@ -149,7 +157,7 @@ def read_newest(
         raise DataError(f"cannot go on from {source}: {refused.message}", refused.remedy)
     remedy = "set [checkpoint] every, or start from the file"
     if checkpoints.has_any(run_dir):
-        remedy = "name one, restore them, use the version that wrote them, or move them away"
+        remedy = f"{RESTORE}, or move them away"
     raise DataError(f"{source} holds no complete checkpoint", remedy)
 
 

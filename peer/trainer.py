@@ -17,8 +17,8 @@ from typing import Any, Generic, TypeVar
 from peer.calls import count
 from peer.leader import Leader
 from peer.quorum import Quorum, SupersededError
-from peer.restoring import GoBack, Origin, StandAside
-from swarm.errors import RefusedError, SwarmError
+from peer.restoring import AwayError, GoBack, Order, StandAside
+from swarm.errors import DataError, RefusedError, SwarmError
 from swarm.net.channel import Channel, Message, Method, no_tensors
 from swarm.net.links import Links
 from swarm.tasks import TaskSet
@@ -39,7 +39,7 @@ class Trainer(Generic[T]):
 
     `make_leader()` builds a leader for one term, `lead(leader)` drives it to the end of the run
     and returns what `run` returns. `on_role(text)` is told what this trainer does now. With
-    `going_back_to` it opens an epoch with that state, whoever leads: an operator's order; with
+    `order`, an operator's, it opens an epoch with the state that it says, whoever leads; with
     `accept_loss` even without a majority.
     """
 
@@ -51,7 +51,7 @@ class Trainer(Generic[T]):
         lead: Callable[[Leader], Awaitable[T]],
         *,
         on_role: Callable[[str], None] = lambda text: None,
-        going_back_to: Origin | None = None,
+        order: Order | None = None,
         accept_loss: bool = False,
         lease_s: float = LEASE_S,
         seed: int | str | None = None,
@@ -61,8 +61,8 @@ class Trainer(Generic[T]):
         self.finished_elsewhere = asyncio.Event()
         self.steps_elsewhere = 0  # after which another trainer finished the run
         self._make_leader, self._lead, self._on_role = make_leader, lead, on_role
-        self._ordered, self._accept_loss = going_back_to, accept_loss
-        self._needed: Origin | None = None  # what the last term ended for, if it went back
+        self._ordered, self._accept_loss = order, accept_loss
+        self._needed: Order | None = None  # what the last term ended for, if it went back
         self._aside = False  # whether the last term ended for others to lead
         self._lease_s, self._random = lease_s, random.Random(seed)
         self._heard = asyncio.Event()
@@ -82,8 +82,8 @@ class Trainer(Generic[T]):
         """Until the run is finished: by this trainer (what `lead` returned) or another (None)."""
         patience, stands_by = self._patience(first=True), False
         while not self.finished_elsewhere.is_set():
-            origin, self._needed = self._needed or self._ordered, None
-            at_once = self.quorum.alone or origin is not None
+            order, self._needed = self._needed or self._ordered, None
+            at_once = self.quorum.alone or order is not None
             if not at_once and await self._somebody_leads(patience):
                 if not stands_by:
                     self._on_role("another trainer leads")
@@ -92,16 +92,21 @@ class Trainer(Generic[T]):
             patience, stands_by = self._patience(), False
             leader = self._make_leader()
             try:
-                await leader.begin(origin, accept_loss=origin is not None and self._accept_loss)
+                await leader.begin(order, accept_loss=order is not None and self._accept_loss)
             except SupersededError as error:
                 log.info("did not win a term: %s", error)
                 await leader.aclose()
-                if origin is not None:
+                if order is not None:
                     await asyncio.sleep(self._random.uniform(*ORDER_AGAIN_S))
                 continue
-            except SwarmError:
+            except DataError as error:
                 await leader.aclose()
-                raise
+                if order is self._ordered:
+                    raise
+                log.info("no going back: %s", error)  # the next term says so, if nothing changes
+                self._stand_aside(isinstance(error, AwayError))
+                patience = self._patience()
+                continue
             self._ordered, self._accept_loss = None, False
             self._aside = False
             result, done = await self._lead_one_term(leader)
@@ -126,12 +131,13 @@ class Trainer(Generic[T]):
             self._on_role(f"another trainer leads now ({error})")
             return None, False
         except GoBack as error:
-            self._needed = error.origin
+            assert leader.restoring.saved is not None
+            self._needed = leader.restoring.saved.newest
             self._on_role(f"going back to step {error.origin.step}: {error.message}")
             return None, False
         except StandAside as error:
-            self._aside, self.quorum.term = True, NO_TERM  # nobody is told any more that we lead
-            self._on_role(f"standing by: {error.message}")
+            self._stand_aside(True)
+            self._on_role(error.message)
             return None, False
         finally:
             telling.cancel()
@@ -140,6 +146,10 @@ class Trainer(Generic[T]):
             for member in leader.members:
                 self.links.end_channels(member.incarnation, "this trainer does not lead any more")
             await leader.aclose()
+
+    def _stand_aside(self, for_others: bool) -> None:
+        """Lead no more: nobody is told any longer that we do."""
+        self._aside, self.quorum.term = for_others, NO_TERM
 
     async def _run_lead(self, leader: Leader) -> T:
         return await self._lead(leader)

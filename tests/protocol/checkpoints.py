@@ -38,8 +38,11 @@ class MemorySaved:
         for step in sorted(self.states, reverse=True):
             if step <= limit and step not in self.broken:
                 marks = {k: each.fingerprint for k, each in enumerate(self.states[step])}
-                return Origin(step, f"manifest {step}", marks, epoch=self.epoch, settled=True)
-        return Origin(0, epoch=self.epoch, settled=True)
+                return Origin(step, f"manifest {step}", marks)
+        return Origin(0)
+
+    async def highest_epoch(self) -> int:
+        return self.epoch
 
     async def state(self, record: Record, stage: int) -> Snapshot:
         if record.step + 1 in self.broken:

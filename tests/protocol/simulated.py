@@ -22,7 +22,7 @@ from peer.disk import MemoryDisk
 from peer.leader import Leader
 from peer.member import Member
 from peer.quorum import Quorum
-from peer.restoring import Origin, Saved
+from peer.restoring import Order, Saved
 from peer.trainer import Trainer
 from peer.training import Plan, StepResult
 from swarm.averaging.all_reduce import GroupAllReduce
@@ -157,7 +157,7 @@ class Swarm:
         }
         for disk in self.disks.values():
             disk.saved = self.chronicle.voted
-        self.order: Origin | None = None  # an operator's, to trainers that start from now on
+        self.order: Order | None = None  # an operator's, to trainers that start from now on
         self.trainers_say: Callable[[str], None] = lambda line: None  # what trainers tell people
         self.trainers: dict[str, Trainer[None]] = {}
         self.members: dict[str, Member] = {}
@@ -268,7 +268,7 @@ class Swarm:
             quorum,
             make_leader,
             lambda leader: self.lead(name, leader),
-            going_back_to=self.order,
+            order=self.order,
             accept_loss=self.order is not None,
             lease_s=self.leases.get(name, 5.0),
             seed=f"{self.seed}/{incarnation}",

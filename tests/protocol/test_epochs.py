@@ -232,22 +232,6 @@ def test_a_holder_that_was_only_cut_off_saves_the_steps() -> None:
     assert swarm.epochs == []
 
 
-def test_an_order_does_not_begin_again_what_another_trainer_has_a_checkpoint_of() -> None:
-    """It has none of its own to go on from, and may have been away when that was written."""
-    swarm = swarm_of(TRAINERS)
-    swarm.point, swarm.step, swarm.back_s = "forward", 3, LIMIT_S
-    lost = swarm.lose
-
-    def order() -> None:
-        lost()
-        swarm.kill_trainer("t1", 1.0)
-        swarm.order = Origin(0)
-
-    swarm.lose = order  # type: ignore[method-assign]
-    with pytest.raises(DataError, match="of step 2, is not with this trainer"):
-        swarm.run(STEPS, limit_s=LIMIT_S)
-
-
 class OwnSaved(MemorySaved):
     """The checkpoints of one trainer: those of the steps that it led."""
 
@@ -271,6 +255,22 @@ class SavedApart(EpochSwarm):
     async def at_record(self, leader: Leader) -> None:
         self.saved = self.own[leader.quorum.me]
         await super().at_record(leader)
+
+
+def test_an_order_is_refused_to_a_trainer_without_the_newest_checkpoint() -> None:
+    """It may have been away when that was written: only the others' records tell it of that."""
+    swarm = swarm_of(TRAINERS, SavedApart)
+    swarm.point, swarm.step, swarm.back_s = "forward", 3, LIMIT_S
+    lost = swarm.lose
+
+    def order() -> None:
+        lost()
+        swarm.kill_trainer("t1", 1.0)
+        swarm.order = swarm.own["t1"].newest
+
+    swarm.lose = order  # type: ignore[method-assign]
+    with pytest.raises(DataError, match="the newest checkpoint, of step 2, is away"):
+        swarm.run(STEPS, limit_s=LIMIT_S)
 
 
 @pytest.mark.parametrize("owner", TRAINERS)
@@ -383,8 +383,7 @@ def test_an_operator_goes_on_without_the_majority() -> None:
 
     def two_are_gone() -> None:
         swarm.gone = {"t0", "t1"}
-        origin = asyncio.ensure_future(swarm.saved.newest(swarm.disks["t2"].vote.committed))
-        origin.add_done_callback(lambda found: setattr(swarm, "order", found.result()))
+        swarm.order = swarm.saved.newest
         for name in TRAINERS:
             swarm.kill_trainer(name, 5.0)
 

@@ -373,6 +373,9 @@ class FirstWeights:
     async def newest(self, record: Record | None) -> Origin:
         return Origin(0)
 
+    async def highest_epoch(self) -> int:
+        return 0
+
     async def state(self, record: Record, stage: int) -> Snapshot:
         raise DataError("there is none")
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import resource
 import shutil
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -293,28 +295,35 @@ def test_export_says_what_is_wrong(tmp_path: Path) -> None:
         export_checkpoint(tmp_path, tmp_path / "out")
 
 
-def test_resuming_says_why_no_checkpoint_will_do(tmp_path: Path) -> None:
-    """That there is none would send the reader to look for one."""
+def resume(
+    source: Path, run_dir: Path, config: RunConfig, say: Callable[[str], None] = lambda line: None
+) -> int:
+    from peer.resume import SavedStates
     from peer.take_over import take_over
     from swarm.model import build_pipeline
 
+    pipeline = build_pipeline(config)
+    saved = SavedStates(run_dir, config, pipeline)
+    order = take_over(source, run_dir, config, pipeline, saved, say)
+    return asyncio.run(order(None)).step
+
+
+def test_resuming_says_why_no_checkpoint_will_do(tmp_path: Path) -> None:
+    """That there is none would send the reader to look for one."""
     config, said = a_config(), list[str]()
     checkpointed(config, tmp_path / "run")
     with pytest.raises(DataError, match="another optimizer") as refused:
-        take_over(tmp_path / "run", tmp_path / "new", config, build_pipeline(config), said.append)
+        resume(tmp_path / "run", tmp_path / "new", config, said.append)
     assert refused.value.message.startswith(f"cannot go on from {tmp_path / 'run'}: ")
     assert "[optimizer]" in refused.value.remedy
     assert [line.split(":")[0] for line in said] == ["passed over checkpoint step-4"]
 
 
 def test_resuming_with_another_width_is_refused_in_one_line(tmp_path: Path) -> None:
-    from peer.take_over import take_over
-    from swarm.model import build_pipeline
-
     checkpointed(a_config(), tmp_path / "run")
     wider = a_config(**{**HF_MODEL, "config": {**HF_MODEL["config"], "hidden_size": 32}})  # type: ignore[dict-item]
     with pytest.raises(DataError, match="of another model") as refused:
-        take_over(tmp_path / "run", tmp_path / "new", wider, build_pipeline(wider))
+        resume(tmp_path / "run", tmp_path / "new", wider)
     assert refused.value.message.endswith("is (256, 16) instead of (256, 32)")
     assert "[model]" in refused.value.remedy
     assert "\n" not in str(refused.value)
@@ -411,18 +420,15 @@ def test_an_export_takes_the_newest_that_is_whole(tmp_path: Path) -> None:
 
 
 def test_resuming_a_run_whose_checkpoints_cannot_be_read_touches_none(tmp_path: Path) -> None:
-    from peer.take_over import take_over
-    from swarm.model import build_pipeline
-
     config, run = a_config(), tmp_path / "run"
     checkpointed(config, run)
     (run / "run.json").write_bytes(canonical_bytes(config))
     manifest = run / "checkpoints" / "step-4" / checkpoints.MANIFEST
     manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(DataError, match="holds no complete checkpoint") as refused:
-        take_over(run, run, config, build_pipeline(config))
+        resume(run, run, config)
     assert "the version that wrote them" in refused.value.remedy
     with pytest.raises(DataError, match="its format is 2"):
-        take_over(manifest.parent, run, config, build_pipeline(config))
+        resume(manifest.parent, run, config)
     shutil.rmtree(run / "checkpoints")
-    assert take_over(run, run, config, build_pipeline(config)).step == 0
+    assert resume(run, run, config) == 0

@@ -53,8 +53,12 @@ def write(run_dir: Path, config: RunConfig, step: int, epoch: int = 0) -> Path:
     return checkpoints.complete(staging, {"step": step, "epoch": epoch, **facts})
 
 
-def resume(source: Path, run_dir: Path, config: RunConfig) -> int:
-    return take_over(source, run_dir, config, build_pipeline(config)).step
+def resume(source: Path, run_dir: Path, config: RunConfig, record: Record | None = None) -> int:
+    """The step that a run is to go on from whose newest record is `record`."""
+    pipeline = build_pipeline(config)
+    saved = SavedStates(run_dir, config, pipeline)
+    order = take_over(source, run_dir, config, pipeline, saved)
+    return asyncio.run(order(record)).step
 
 
 def test_the_same_command_goes_on_with_what_came_of_it(tmp_path: Path) -> None:
@@ -133,8 +137,9 @@ def test_going_back_is_told_the_highest_epoch_there(tmp_path: Path) -> None:
     write(tmp_path, config, 8, epoch=3)
     older = write(tmp_path, config, 4, epoch=2)
     for named, step in ((tmp_path, 8), (older, 4)):
-        origin = take_over(named, tmp_path, config, build_pipeline(config))
-        assert (origin.step, origin.epoch) == (step, 3)
+        assert resume(named, tmp_path, config) == step
+    saved = SavedStates(tmp_path, config, build_pipeline(config))
+    assert asyncio.run(saved.highest_epoch()) == 3
 
 
 def test_those_of_another_run_are_passed_over_and_kept_from_pruning(tmp_path: Path) -> None:
@@ -219,7 +224,7 @@ def test_a_run_that_lost_a_stage_waits_where_no_checkpoint_can_be_read(tmp_path:
     shutil.copytree(path, tmp_path / "copy")
     os.truncate(path / checkpoints.MANIFEST, 10)
     for _ in range(3):
-        with pytest.raises(DataError, match="no checkpoint in"):
+        with pytest.raises(DataError, match="holds no complete checkpoint"):
             asyncio.run(saved.newest(None))
     assert [line.split(":")[0] for line in said] == ["passed over checkpoint step-4"]
     shutil.rmtree(path)
@@ -323,8 +328,7 @@ def test_a_run_whose_checkpoints_are_away_takes_none_of_its_parents_again(tmp_pa
 
 def test_a_copy_of_this_runs_checkpoint_keeps_its_epoch(tmp_path: Path) -> None:
     config, run = a_config(), tmp_path / "run"
-    origin = take_over(write(tmp_path / "copy", config, 6, 3), run, config, build_pipeline(config))
-    assert (origin.step, origin.epoch) == (6, 3)
+    assert resume(write(tmp_path / "copy", config, 6, 3), run, config) == 6
     assert checkpoints.highest_epoch(run) == 3
     assert not (run / PARENT).exists()
 
@@ -345,21 +349,44 @@ def test_a_run_that_went_back_and_forth_goes_on_from_what_it_has_passed_through(
     for step, epoch in ((4, 0), (8, 0), (10, 0), (6, 1), (12, 1)):
         write(tmp_path, config, step, epoch)
     assert newest(tmp_path, config, record) == 10
-    assert take_over(tmp_path, tmp_path, config, build_pipeline(config), print, record).step == 10
-    before = a_record(saved=6, epoch=1, base=4, step=7)
-    assert newest(tmp_path, config, before) == 6
+    assert resume(tmp_path, tmp_path, config, record) == 10
+    assert newest(tmp_path, config, a_record(saved=4, epoch=1, base=4)) == 12
     write(tmp_path, config, 14, epoch=2)
     assert newest(tmp_path, config, a_record(saved=10, epoch=2, base=10, step=13)) == 14
+    assert newest(tmp_path, config, a_record(saved=0, epoch=9, base=2)) == 14  # there is no other
+
+
+def test_one_that_was_brought_here_is_newer_than_what_the_disk_knows(tmp_path: Path) -> None:
+    config, record = a_config(), a_record(saved=4, step=5)
+    for step, epoch in ((4, 0), (12, 0), (16, 1)):
+        write(tmp_path, config, step, epoch)
+    assert newest(tmp_path, config, record) == 16
 
 
 @pytest.mark.parametrize("names", [["t"], ["t", "u"]], ids=["alone", "two"])
-def test_a_trainer_may_go_back_by_its_own_disk_alone_only_where_it_is_told_to_what(
-    tmp_path: Path, names: list[str]
-) -> None:
+def test_an_order_is_weighed_against_the_newest_record(tmp_path: Path, names: list[str]) -> None:
+    """A checkpoint of the run that is named is wanted, whatever there is. A parent's state is only
+    to begin with, and a directory's own has to be the newest, or damaged."""
     config, run, child = trained_by(names), tmp_path / "run", tmp_path / "child"
-    pipeline, named = build_pipeline(config), write(run, config, 4)
-    parent = write(tmp_path / "parent", a_config(0.3), 2)
-    alone = len(names) == 1
-    assert take_over(run, run, config, pipeline).settled is alone
-    assert take_over(named, run, config, pipeline).settled
-    assert take_over(parent, child, config, pipeline).settled is alone
+    named, parent = write(run, config, 4), write(tmp_path / "parent", a_config(0.3), 2)
+    later = a_record(saved=8)
+    assert resume(named, run, config, later) == 4
+    assert resume(parent, child, config) == 2
+    shutil.rmtree(child)
+    with pytest.raises(DataError, match="the run has a checkpoint of step 8 by now"):
+        resume(parent, child, config, later)
+    if len(names) > 1:
+        with pytest.raises(DataError, match="of step 8, is with another trainer"):
+            resume(run, run, config, later)
+    os.truncate(write(run, config, 8) / checkpoints.MANIFEST, 10)
+    assert resume(run, run, config, later) == 4
+
+
+def test_the_same_command_again_does_not_go_back_from_what_others_lead(tmp_path: Path) -> None:
+    source, run, config = tmp_path / "source", tmp_path / "run", a_config(0.2)
+    write(source, a_config(), 4)
+    assert resume(source, run, config) == 4
+    record = a_record(saved=4)
+    assert source_of(source, record, run, alone=False) is None
+    assert source_of(source, record, run, alone=True) == source
+    assert source_of(run, record, run, alone=False) == run
