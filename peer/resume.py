@@ -173,6 +173,7 @@ class SavedStates:
         self.run_dir, self.config, self.pipeline, self.say = run_dir, config, pipeline, say
         self._alone = len(config.run.trainers) <= 1
         self._reader: CheckpointReader | None = None
+        self._read: dict[str, Origin] = {}  # by the sha256 of a manifest: what was read, whole
         self._said: list[str] = []  # at the last look; while a run waits there is one a second
 
     async def newest(self, record: Record | None) -> Origin:
@@ -197,7 +198,11 @@ class SavedStates:
         saved, unreadable = record.saved if record else 0, set[str]()
         for path in passed_through(self.run_dir, self.config, record, note):
             try:
-                origin = self._open(path).origin()
+                reader = self._open(path)
+                # After an election nobody hears of this trainer until it has looked, so what was
+                # read before is not read again; what is handed out is checked.
+                origin = self._read.get(reader.sha256) or reader.origin()
+                self._read[reader.sha256] = origin
             except DataError as error:
                 unreadable.add(path.name)
                 note(checkpoints.passed_over(path, error))
@@ -206,7 +211,7 @@ class SavedStates:
             return replace(origin, notes=tuple(notes))
         self._must_be_newest(0, saved, unreadable)
         if notes or saved or (self.run_dir / PARENT).exists():  # not over what may yet be mended
-            what = f"{self.run_dir} holds no complete checkpoint that can be read"
+            what = f"{self.run_dir} holds no complete checkpoint that the run can go back to"
             raise DataError(what, f"{RESTORE}, or begin elsewhere with --dir")
         return Origin(0)
 
@@ -243,14 +248,13 @@ def passed_through(
     run_dir: Path, config: RunConfig, record: Record | None, say: Callable[[str], None]
 ) -> list[Path]:
     """The complete checkpoints in a run's directory, newest first. With the run's newest `record`
-    those that it has passed through, by step: it may have gone back, and forth again. If there are
-    none, all: they are of the same training."""
+    those that it has passed through, by step: it may have gone back, and forth again."""
     found = checkpoints.newest_first(run_dir, say, config.run_id)
     if record is None:
         return found
     manifests = {path: checkpoints.load_manifest(path) for path in found}
     passed = [path for path in found if on_the_way(manifests[path], record)]
-    return sorted(passed, key=lambda path: int(manifests[path]["step"]), reverse=True) or found
+    return sorted(passed, key=lambda path: int(manifests[path]["step"]), reverse=True)
 
 
 def on_the_way(manifest: Mapping[str, Any], record: Record) -> bool:

@@ -258,11 +258,18 @@ class LeaderProcess:
     async def _go_back(self, record: Record | None, saved: SavedStates) -> Order | None:
         """What `--resume` means, or is to be gone on from without the trainer's disk knowing of it.
         `record`: the newest that it knows."""
-        order, alone = None, len(self.config.run.trainers) <= 1
+        order, alone = None, len(self.config.run.trainers) <= 1 or self._accept_loss
         resume = source_of(self._resume, record, self.run_dir, alone=alone)
         if resume is not None:
             order = await asyncio.to_thread(
-                take_over, resume, self.run_dir, self.config, self.pipeline, saved, self._say
+                take_over,
+                resume,
+                self.run_dir,
+                self.config,
+                self.pipeline,
+                saved,
+                self._say,
+                record,
             )
             origin = await order(record)  # to refuse before anybody is asked for a term
             write_durably(self.run_dir / "run.json", canonical_bytes(self.config))

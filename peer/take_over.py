@@ -42,8 +42,11 @@ def source_of(
                 f"the run has a checkpoint of step {record.saved}, which is not in {run_dir}",
                 "copy it into checkpoints/ there, or begin elsewhere with --dir",
             )
-        if record is not None and not alone and _came_from(resume, run_dir):
-            return None  # the same command again, while the others may have gone on
+        parent = parent_of(run_dir)
+        if record is not None and parent is not None and not alone:
+            begun = record.saved >= int(parent.get("step") or 1)
+            if begun and _came_from(resume, run_dir):
+                return None  # the same command again, while the others may have gone on
         return resume
     if record is not None:
         return None
@@ -74,9 +77,11 @@ def take_over(
     pipeline: ModelPipeline,
     saved: Saved,
     say: Callable[[str], None] = lambda line: None,
+    record: Record | None = None,
 ) -> Order:
     """What the run in `run_dir` is to go back to when told `source`, a run directory or a
-    checkpoint, which is copied there if need be. Blocking. `saved` are the run's own.
+    checkpoint, which is copied there if need be. Blocking. `saved` are the run's own, `record` is
+    the newest that this trainer's disk has.
 
     A run that never wrote a checkpoint begins with its first weights. One that went on from
     `source` before goes on with its own: the same command a second time does not mean to begin
@@ -99,19 +104,24 @@ def take_over(
             _must_begin(run_dir)
         return saved.newest
     reader, origin = read_newest(source, config, pipeline, say)
-    mine = reader.run_id == config.run_id
+    wanted = named and reader.run_id == config.run_id  # whatever there is
+
+    def weigh(newest: Record | None) -> None:
+        if not wanted and newest is not None and newest.saved > reader.step:
+            raise DataError(
+                f"the run has a checkpoint of step {newest.saved} by now",
+                "start without --resume to go on with it",
+            )
+
+    weigh(record)
     lies_in = checkpoints.real(reader.directory.absolute().parent)
     if lies_in != checkpoints.real(run_dir / "checkpoints"):
         origin = _adopt(reader, run_dir, config)
-    elif not mine:
+    elif not wanted:
         raise DataError(f"{reader.directory} is of another run", "name one of this run")
 
-    async def order(record: Record | None) -> Origin:
-        if not (named and mine) and record is not None and record.saved > origin.step:
-            raise DataError(
-                f"the run has a checkpoint of step {record.saved} by now",
-                "start without --resume to go on with it",
-            )
+    async def order(newest: Record | None) -> Origin:
+        weigh(newest)
         return origin
 
     return order

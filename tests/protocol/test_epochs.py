@@ -292,6 +292,26 @@ def test_a_leader_stands_aside_for_the_trainer_that_has_the_checkpoint(owner: st
     assert swarm.epochs == [(1, 2)]
 
 
+class SlowSaved(MemorySaved):
+    """The look after the election takes so long that the others elect somebody else."""
+
+    looks = 0
+
+    async def newest(self, record: Record | None) -> Origin:
+        self.looks += 1
+        await asyncio.sleep(30.0 if self.looks == 2 else 0.0)
+        return await super().newest(record)
+
+
+def test_who_looks_for_long_after_its_election_leaves_the_epoch_to_another() -> None:
+    swarm = swarm_of(TRAINERS)
+    swarm.saved = SlowSaved()
+    swarm.point, swarm.step = "forward", 3
+    run_exactly(swarm)
+    assert [step for _, step in swarm.epochs] == [2]
+    assert swarm.epochs[0][0] > 1
+
+
 def test_an_epoch_that_begins_without_going_back_has_passed_what_was_there() -> None:
     """Whoever was to open it was refused after it had won its term."""
     swarm = swarm_of(TRAINERS, SavedApart)

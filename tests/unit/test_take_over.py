@@ -57,7 +57,7 @@ def resume(source: Path, run_dir: Path, config: RunConfig, record: Record | None
     """The step that a run is to go on from whose newest record is `record`."""
     pipeline = build_pipeline(config)
     saved = SavedStates(run_dir, config, pipeline)
-    order = take_over(source, run_dir, config, pipeline, saved)
+    order = take_over(source, run_dir, config, pipeline, saved, record=record)
     return asyncio.run(order(record)).step
 
 
@@ -353,7 +353,8 @@ def test_a_run_that_went_back_and_forth_goes_on_from_what_it_has_passed_through(
     assert newest(tmp_path, config, a_record(saved=4, epoch=1, base=4)) == 12
     write(tmp_path, config, 14, epoch=2)
     assert newest(tmp_path, config, a_record(saved=10, epoch=2, base=10, step=13)) == 14
-    assert newest(tmp_path, config, a_record(saved=0, epoch=9, base=2)) == 14  # there is no other
+    with pytest.raises(DataError, match="of step 2, is not here any more"):
+        newest(tmp_path, config, a_record(saved=2, epoch=9, base=2))
 
 
 def test_one_that_was_brought_here_is_newer_than_what_the_disk_knows(tmp_path: Path) -> None:
@@ -375,6 +376,7 @@ def test_an_order_is_weighed_against_the_newest_record(tmp_path: Path, names: li
     shutil.rmtree(child)
     with pytest.raises(DataError, match="the run has a checkpoint of step 8 by now"):
         resume(parent, child, config, later)
+    assert not child.exists()
     if len(names) > 1:
         with pytest.raises(DataError, match="of step 8, is with another trainer"):
             resume(run, run, config, later)
@@ -388,5 +390,6 @@ def test_the_same_command_again_does_not_go_back_from_what_others_lead(tmp_path:
     assert resume(source, run, config) == 4
     record = a_record(saved=4)
     assert source_of(source, record, run, alone=False) is None
+    assert source_of(source, a_record(saved=0), run, alone=False) == source  # it was never heard
     assert source_of(source, record, run, alone=True) == source
     assert source_of(run, record, run, alone=False) == run
