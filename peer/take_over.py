@@ -30,7 +30,8 @@ def source_of(
     resume: Path | None, record: Record | None, run_dir: Path, *, alone: bool
 ) -> Path | None:
     """What the run in `run_dir` goes on from when it is told `resume`, and its trainer's disk has
-    `record`; None: from nothing on disk. `alone`: there is no other trainer.
+    `record`; None: from nothing on disk. `alone`: no other trainer has to be heard, for there is
+    none or its losses are accepted.
 
     A disk that knows of no step where checkpoints are was killed before anybody was told of the
     first, or lost. Raises DataError.
@@ -44,7 +45,7 @@ def source_of(
             )
         parent = parent_of(run_dir)
         if record is not None and parent is not None and not alone:
-            begun = record.saved >= int(parent.get("step") or 1)
+            begun = record.saved >= parent["step"]
             if begun and _came_from(resume, run_dir):
                 return None  # the same command again, while the others may have gone on
         return resume
@@ -62,12 +63,13 @@ def source_of(
 
 
 def parent_of(run_dir: Path) -> dict[str, Any] | None:
-    """What `parent.json` says: `run_id`, `step`, `checkpoint`, `path`. None: there is no parent."""
+    """What `parent.json` says: `run_id`, `step`, `checkpoint`, `path`; None: nothing of sense."""
     try:
         value = json.loads((run_dir / PARENT).read_bytes())
     except (OSError, ValueError):
         return None
-    return value if isinstance(value, dict) else None
+    sense = isinstance(value, dict) and type(value.get("step")) is int
+    return value if sense else None
 
 
 def take_over(
