@@ -225,16 +225,23 @@ class SavedStates:
             raise AwayError(f"the newest checkpoint, of step {saved}, is {where}", BRING_BACK)
 
     def _state(self, record: Record, stage: int) -> Snapshot:
+        try:
+            return self._reader_at(record).snapshot(stage)
+        except DataError:  # went bad since it was read: the next look reads it again
+            self._read.pop(record.checkpoint, None)
+            raise
+
+    def _reader_at(self, record: Record) -> CheckpointReader:
         last = self._reader  # `newest` may look meanwhile, in another thread
         if last is not None and last.sha256 == record.checkpoint:
-            return last.snapshot(stage)
+            return last
         for path in checkpoints.newest_first(self.run_dir):
             try:
                 reader = self._open(path)
             except DataError:  # a damaged one, named when it was passed over
                 continue
             if reader.sha256 == record.checkpoint:
-                return reader.snapshot(stage)
+                return reader
         raise DataError(f"the checkpoint of step {record.step + 1} is not in {self.run_dir}")
 
     def _open(self, path: Path) -> CheckpointReader:

@@ -25,6 +25,8 @@ from swarm.errors import DataError
 from swarm.model import ModelPipeline
 from swarm.terms import Record
 
+PUT_THERE = "copy it into checkpoints/ there, or begin elsewhere with --dir"
+
 
 def source_of(
     resume: Path | None, record: Record | None, run_dir: Path, *, alone: bool
@@ -41,7 +43,7 @@ def source_of(
         if record is not None and lacks and not checkpoints.is_checkpoint(resume):
             raise DataError(
                 f"the run has a checkpoint of step {record.saved}, which is not in {run_dir}",
-                "copy it into checkpoints/ there, or begin elsewhere with --dir",
+                PUT_THERE,
             )
         parent = parent_of(run_dir)
         if record is not None and parent is not None and not alone:
@@ -107,20 +109,23 @@ def take_over(
         return saved.newest
     reader, origin = read_newest(source, config, pipeline, say)
     wanted = named and reader.run_id == config.run_id  # whatever there is
+    step, alone = reader.step, len(config.run.trainers) <= 1  # the reader holds a stage's tensors
 
     def weigh(newest: Record | None) -> None:
-        if not wanted and newest is not None and newest.saved > reader.step:
-            raise DataError(
-                f"the run has a checkpoint of step {newest.saved} by now",
-                "start without --resume to go on with it",
-            )
+        if wanted or newest is None or newest.saved <= step:
+            return
+        what = f"the run has a checkpoint of step {newest.saved}"
+        if alone:
+            raise DataError(f"{what}, which is not in {run_dir}", PUT_THERE)
+        raise DataError(f"{what} by now", "start without --resume to go on with it")
 
-    weigh(record)
     lies_in = checkpoints.real(reader.directory.absolute().parent)
-    if lies_in != checkpoints.real(run_dir / "checkpoints"):
-        origin = _adopt(reader, run_dir, config)
-    elif not wanted:
+    lies_here = lies_in == checkpoints.real(run_dir / "checkpoints")
+    if lies_here and not wanted:
         raise DataError(f"{reader.directory} is of another run", "name one of this run")
+    weigh(record)
+    if not lies_here:
+        origin = _adopt(reader, run_dir, config)
 
     async def order(newest: Record | None) -> Origin:
         weigh(newest)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -284,6 +285,23 @@ def test_what_the_records_know_of_is_not_trained_again_from_step_0(tmp_path: Pat
     assert newest(path, config, a_record(saved=8)) == 4  # nobody else could have a newer one
 
 
+def test_one_that_went_bad_after_it_was_read_gives_way_to_the_one_before(tmp_path: Path) -> None:
+    config = a_config()
+    write(tmp_path, config, 4)
+    path = write(tmp_path, config, 8)
+    saved, record = SavedStates(tmp_path, config, build_pipeline(config)), a_record(saved=8)
+    origin = asyncio.run(saved.newest(record))
+    assert origin.step == 8
+    for file in path.glob("*.safetensors"):
+        data = bytearray(file.read_bytes())
+        data[-1] ^= 1
+        file.write_bytes(data)
+    epoch = replace(record, checkpoint=origin.checkpoint)
+    with pytest.raises(DataError):
+        asyncio.run(saved.state(epoch, 0))
+    assert asyncio.run(saved.newest(epoch)).step == 4
+
+
 def test_another_trainers_checkpoint_is_not_taken_for_one_of_an_epoch_that_was_left(
     tmp_path: Path,
 ) -> None:
@@ -374,7 +392,8 @@ def test_an_order_is_weighed_against_the_newest_record(tmp_path: Path, names: li
     assert resume(named, run, config, later) == 4
     assert resume(parent, child, config) == 2
     shutil.rmtree(child)
-    with pytest.raises(DataError, match="the run has a checkpoint of step 8 by now"):
+    which = "by now - start without --resume" if names[1:] else f"which is not in {child} - copy it"
+    with pytest.raises(DataError, match=f"the run has a checkpoint of step 8,? {which}"):
         resume(parent, child, config, later)
     assert not child.exists()
     if len(names) > 1:
