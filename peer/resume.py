@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -68,6 +69,7 @@ class CheckpointReader:
             for name in self._names_in(directory / entry["file"]):
                 self._where[name] = entry["stage"]
         self._part: tuple[int, dict[str, Tensor], dict[str, Tensor]] | None = None
+        self._reading = threading.Lock()
 
     @property
     def step(self) -> int:
@@ -142,12 +144,13 @@ class CheckpointReader:
 
     def _read(self, source: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """A stage as it was written, hashed. The last one is kept: the next may need it too."""
-        if self._part is None or self._part[0] != source:
-            self._part = None
-            parameters = checkpoints.read_stage_parameters(self.directory, source)
-            states = checkpoints.read_stage_optimizer(self.directory, source)
-            self._part = (source, parameters, states)
-        return self._part[1], self._part[2]
+        with self._reading:  # joiners of several stages ask at once, each in a thread of its own
+            if self._part is None or self._part[0] != source:
+                self._part = None
+                parameters = checkpoints.read_stage_parameters(self.directory, source)
+                states = checkpoints.read_stage_optimizer(self.directory, source)
+                self._part = (source, parameters, states)
+            return self._part[1], self._part[2]
 
 
 def reader_of(path: Path, config: RunConfig, pipeline: ModelPipeline) -> CheckpointReader:

@@ -270,6 +270,7 @@ class LeaderProcess:
                 saved,
                 self._say,
                 record,
+                alone=alone,
             )
             origin = await order(record)  # to refuse before anybody is asked for a term
             write_durably(self.run_dir / "run.json", canonical_bytes(self.config))

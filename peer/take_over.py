@@ -82,10 +82,12 @@ def take_over(
     saved: Saved,
     say: Callable[[str], None] = lambda line: None,
     record: Record | None = None,
+    *,
+    alone: bool = True,
 ) -> Order:
     """What the run in `run_dir` is to go back to when told `source`, a run directory or a
     checkpoint, which is copied there if need be. Blocking. `saved` are the run's own, `record` is
-    the newest that this trainer's disk has.
+    the newest that this trainer's disk has, `alone` as for `source_of`.
 
     A run that never wrote a checkpoint begins with its first weights. One that went on from
     `source` before goes on with its own: the same command a second time does not mean to begin
@@ -109,7 +111,7 @@ def take_over(
         return saved.newest
     reader, origin = read_newest(source, config, pipeline, say)
     wanted = named and reader.run_id == config.run_id  # whatever there is
-    step, alone = reader.step, len(config.run.trainers) <= 1  # the reader holds a stage's tensors
+    step = reader.step  # an order is kept, and the reader holds a stage's tensors
 
     def weigh(newest: Record | None) -> None:
         if wanted or newest is None or newest.saved <= step:

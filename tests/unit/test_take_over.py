@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,8 +59,8 @@ def write(run_dir: Path, config: RunConfig, step: int, epoch: int = 0) -> Path:
 def resume(source: Path, run_dir: Path, config: RunConfig, record: Record | None = None) -> int:
     """The step that a run is to go on from whose newest record is `record`."""
     pipeline = build_pipeline(config)
-    saved = SavedStates(run_dir, config, pipeline)
-    order = take_over(source, run_dir, config, pipeline, saved, record=record)
+    saved, alone = SavedStates(run_dir, config, pipeline), len(config.run.trainers) <= 1
+    order = take_over(source, run_dir, config, pipeline, saved, record=record, alone=alone)
     return asyncio.run(order(record)).step
 
 
@@ -298,8 +300,33 @@ def test_one_that_went_bad_after_it_was_read_gives_way_to_the_one_before(tmp_pat
         file.write_bytes(data)
     epoch = replace(record, checkpoint=origin.checkpoint)
     with pytest.raises(DataError):
-        asyncio.run(saved.state(epoch, 0))
+        asyncio.run(saved.state(epoch, 0))  # the stage read last is still in memory
     assert asyncio.run(saved.newest(epoch)).step == 4
+
+
+def test_joiners_of_two_stages_do_not_take_each_others_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, barrier = a_config(), threading.Barrier(2)
+    met: list[int] = []
+    write(tmp_path, config, 4)
+    saved = SavedStates(tmp_path, config, build_pipeline(config))
+    origin = asyncio.run(saved.newest(None))
+    read = checkpoints.read_stage_parameters
+
+    def slow(directory: Path, stage: int) -> dict[str, torch.Tensor]:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            met.append(barrier.wait(0.1))
+        return read(directory, stage)
+
+    async def ask() -> list[str]:
+        record = replace(a_record(saved=4), checkpoint=origin.checkpoint)
+        both = await asyncio.gather(saved.state(record, 0), saved.state(record, 1))
+        return [each.fingerprint for each in both]
+
+    monkeypatch.setattr(checkpoints, "read_stage_parameters", slow)
+    assert asyncio.run(ask()) == [origin.fingerprints[stage] for stage in (0, 1)]
+    assert not met, "two threads read at once"
 
 
 def test_another_trainers_checkpoint_is_not_taken_for_one_of_an_epoch_that_was_left(
