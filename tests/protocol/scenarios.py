@@ -161,12 +161,17 @@ def _hang(*_: object) -> None:
 
 def _failure(seed: int, error: Exception, shrink_s: float) -> dict[str, Any]:
     """Shrinks, prints and returns a failure."""
-    scenario = _scenario_of(error) or draw(seed)
-    failure = failure_of(error)
+    scenario, failure = _scenario_of(error) or draw(seed), failure_of(error)
     print(f"seed {seed} failed: {failure}\n  {str(error)[:300]}", flush=True)
-    smallest = shrink(scenario, failure, limit_s=shrink_s) if shrink_s else scenario
-    print(f"  python -m tests.protocol.scenarios --replay '{smallest}'", flush=True)
-    return {"seed": seed, "failure": failure, "scenario": str(smallest), "drawn": str(scenario)}
+    small = smallest(seed, error, shrink_s)
+    print(f"  python -m tests.protocol.scenarios --replay '{small}'", flush=True)
+    return {"seed": seed, "failure": failure, "scenario": str(small), "drawn": str(scenario)}
+
+
+def smallest(seed: int, error: Exception, limit_s: float) -> Scenario:
+    """That fails like this one, as far as `limit_s` seconds suffice."""
+    scenario = _scenario_of(error) or draw(seed)
+    return shrink(scenario, failure_of(error), limit_s=limit_s) if limit_s else scenario
 
 
 def _scenario_of(error: BaseException) -> Scenario | None:

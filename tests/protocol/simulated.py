@@ -563,12 +563,17 @@ class Swarm:
         await self.network.transports[name].close()
 
     def hashes(self) -> dict[str, str]:
-        """sha256 of the model per choice of replicas; twins must agree on every tensor."""
+        """sha256 of the model per choice of replicas; twins must agree on every tensor (I5)."""
         merged: dict[str, str] = {}
+        marks: dict[int, str] = {}
         for name, member in sorted(self.members.items()):
             assert member.server is not None
-            for key, value in member.server.state.tensor_hashes().items():
+            state, mark = member.server.state, member.server.state.fingerprint()
+            for key, value in state.tensor_hashes().items():
                 assert merged.setdefault(key, value) == value, f"{name} differs in {key}"
+            assert marks.setdefault(member.server.stage, mark) == mark, (
+                f"{name}'s optimizer differs"
+            )
         return {"sha256": model_sha256(merged, self.pipeline.key_order)}
 
     def run(self, num_steps: int = 3, limit_s: float = 2000.0) -> dict[str, str]:

@@ -25,17 +25,32 @@ from tests.protocol.scenario import (
     run_seed,
 )
 from tests.protocol.shrink import MADE_PLAIN, candidates, fails, shrink
+from tests.protocol.simulated import Swarm
 
 SEEDS, MOVING, CHUNK = 520, 80, 20
 
 
+# What faults do, beside what every chunk of seeds has to show.
+EFFECTS = {"lost", "late", "reordered", "corrupted", "stale", "early takeover", "answer recomputed"}
+
+
+def run_or_shrink(seed: int) -> Swarm:
+    """Of a failure, the smallest scenario that fails in the same way is noted, too."""
+    try:
+        return run_seed(seed)[1]
+    except Exception as error:
+        smallest = scenarios.smallest(seed, error, limit_s=60)
+        error.add_note(f"python -m tests.protocol.scenarios --replay '{smallest}'")
+        raise
+
+
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
 def test_random_faults_leave_the_parameters_of_the_baseline(first: int) -> None:
-    """A failure's note is its scenario: `python -m tests.protocol.scenarios --replay NOTE`."""
+    """A failure's notes are its scenario, and the smallest that fails like it."""
     fired: Counter[str] = Counter()
     effects: Counter[str] = Counter()
     for seed in range(first, first + CHUNK):
-        _, swarm = run_seed(seed)
+        swarm = run_or_shrink(seed)
         assert swarm.fired
         fired.update(fault.action for fault in swarm.fired)
         effects.update(swarm.effects)
@@ -50,12 +65,22 @@ def test_random_faults_while_peers_move_do_too(first: int) -> None:
     """They go where they are needed at commits, and some serve several stages."""
     effects: Counter[str] = Counter()
     for seed in range(MOVING_FROM + first, MOVING_FROM + first + CHUNK):
-        _, swarm = run_seed(seed)
+        swarm = run_or_shrink(seed)
         assert swarm.fired
         effects.update(swarm.effects)
     assert effects["moved"] >= CHUNK / 2, effects
     assert effects["second stage"] >= 3, effects
     assert effects["takeover"], effects
+
+
+def test_faults_do_what_they_are_for() -> None:
+    """A fault that strikes and does nothing would let every seed pass."""
+    seen: Counter[str] = Counter()
+    for seed in range(SEEDS):
+        seen.update(run_seed(seed)[1].effects)
+        if seen.keys() >= EFFECTS:
+            return
+    pytest.fail(f"never seen: {EFFECTS - seen.keys()}")
 
 
 ONCE_FAILED = (Path(__file__).parent / "once_failed.txt").read_text().splitlines()
@@ -203,6 +228,9 @@ def test_a_real_failure_is_found_shrunk_and_replayed(
         assert failed["scenario"] == text
         assert len(text) < len(failed["drawn"])
         assert fails(smallest) == failed["failure"]
+        with pytest.raises(AssertionError) as caught:
+            run_or_shrink(failed["seed"])
+        assert "--replay '{" in caught.value.__notes__[-1]
     assert fails(smallest) is None  # the same, with the defect mended
     assert scenarios.main(arguments) == 1  # nothing is left to do, and what failed is remembered
     assert json.loads(capsys.readouterr().out)["seeds"] == 3
