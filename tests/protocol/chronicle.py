@@ -67,7 +67,7 @@ class Chronicle:
         effects["repeated"] = sum(count - 1 for count in self._sent.values())
         effects["early takeover"] = self._early
         effects["takeover"] = max(len(self.terms) - 1, 0)
-        effects["answer recomputed"] = self.swarm.evicted
+        effects["answer evicted"] = self.swarm.evicted
         effects["chunks not fetched again"] = self.swarm.resumed
         return +effects
 

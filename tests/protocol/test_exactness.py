@@ -9,15 +9,22 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
+from peer.calls import MicrobatchCall
+from peer.kept import Work
+from peer.parts import Part
+from peer.stage_server import StageServer
 from swarm.compute import Kind
 from swarm.errors import JoinError
+from swarm.ledger import Decision, Do, Ledger
 from swarm.model.custom import CustomPipeline
-from swarm.net.channel import Channel
+from swarm.net.channel import Channel, Message
 from swarm.net.links import Links
+from swarm.terms import Term
 from swarm.wire.boundaries import BoundaryCodecs
 from tests.protocol.simulated import Fault, Swarm, baseline, plan
 
@@ -92,6 +99,57 @@ def test_evicted_answers_are_computed_again() -> None:
         assert swarm.fired
         evictions += swarm.evictions()
     assert evictions > 50
+
+
+def recomputing(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, MicrobatchCall]]:
+    """Each time that a stage has computed evicted answers again: which stage, for which call."""
+    usual, again = StageServer._recompute, []
+
+    async def recompute(
+        self: StageServer, part: Part, work: Work, call: MicrobatchCall, tensors: Any
+    ) -> Message:
+        answer = await usual(self, part, work, call, tensors)
+        again.append((self.stage, call))
+        return answer
+
+    monkeypatch.setattr(StageServer, "_recompute", recompute)
+    return again
+
+
+def test_a_chain_of_evicted_answers_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For one replay of what the last stage has lost, both stages before it compute once more."""
+    again = recomputing(monkeypatch)
+    expected, _ = baseline(num_microbatches=6)
+    for seed in range(3):
+        fault = Fault("counted", "kill", replica="r2.1", step=1, count=2)
+        swarm = Swarm(seed=seed, plan=plan(6), kept_bytes=1, faults=[fault])
+        again.clear()
+        assert swarm.run()["sha256"] == expected
+        assert swarm.fired == [fault], "nothing was injected"
+        by = [{(c.step, c.index, c.try_) for at, c in again if at == stage} for stage in range(3)]
+        assert by[0] & by[1], again
+        assert len(again) == len(by[0]) + len(by[1]), again
+
+
+def test_an_answer_that_is_evicted_during_a_replay_is_not_counted_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It was kept when the repeat began, and gone when the rest of the route had answered."""
+    again, repeats, usual = recomputing(monkeypatch), set(), Ledger.on_gradient
+
+    def on_gradient(self: Ledger, term: Term, step: int, index: int, try_: int) -> Decision:
+        decision = usual(self, term, step, index, try_)
+        if decision.do is Do.REPEAT:
+            repeats.add((step, index, try_))
+        return decision
+
+    monkeypatch.setattr(Ledger, "on_gradient", on_gradient)
+    fault = Fault("counted", "kill", replica="r2.1", step=1, count=3)
+    swarm = Swarm(plan=plan(12), kept_bytes=300, faults=[fault])
+    assert swarm.run()["sha256"] == baseline(num_microbatches=12)[0]
+    assert swarm.fired == [fault], "nothing was injected"
+    assert repeats
+    assert repeats <= {(call.step, call.index, call.try_) for _, call in again}
 
 
 @pytest.mark.parametrize("codec", ["float16", "bfloat16", "float32+zstd", "int8", "int4+zstd"])
