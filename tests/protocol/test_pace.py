@@ -10,9 +10,11 @@ import asyncio
 import itertools
 import statistics
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
+from swarm.net.channel import HEARTBEAT_S, SILENCE_S
 from tests.protocol.simulated import Fault, Swarm, baseline, plan
 
 MICROBATCHES, STEPS = 24, 12
@@ -132,6 +134,31 @@ def test_the_silent_get_no_new_work_and_are_not_waited_for() -> None:
         # The twin was at work for as long as there was something it could begin.
         done = [t for t in struck if began < t < began + 1.0]
         assert len(done) >= (8 if count == 2 else 1)
+
+
+CUTS = [
+    pytest.param(Fault("counted", "cut_leader", replica="r1.1", step=3, count=2), id="leader"),
+    pytest.param(
+        Fault("counted", "partition", replica="r1.1", step=3, count=2, side=("r1.1",)),
+        id="everybody",
+    ),
+]
+
+
+@pytest.mark.parametrize("cut", CUTS)
+def test_a_cut_is_noticed_within_five_seconds(cut: Fault) -> None:
+    """Also where only the leader is cut off: then the work goes on, and only averaging waits."""
+    swarm = Paced(replace(cut, duration_s=8.0), steps=5)
+    assert (swarm.heartbeat_s, swarm.silence_s) == (HEARTBEAT_S, SILENCE_S), "not as by default"
+    [began] = swarm.times("fault")
+    for point, limit_s in (("suspected", 2.5), ("expelled", 5.0), ("left", 5.0)):
+        noticed = swarm.times(point, replica="r1.1#1")[0]
+        assert began < noticed <= began + limit_s, (point, noticed - began)
+    assert {told["replica"] for _, _, point, told in swarm.events if point == "expelled"} == {
+        "r1.1#1"
+    }
+    # The step in which it struck took what it takes without, the silence, and the share again.
+    assert max(swarm.seconds_of_steps()) < 5.0 + 2 * IDEAL_S
 
 
 def test_a_short_silence_changes_nothing() -> None:
