@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from peer import parts
 from peer.calls import MicrobatchCall
 from peer.inquiries import fetch_states, validate
 from peer.leader import Leader
+from peer.member import Member
 from peer.quorum import Quorum
+from peer.stage_server import StageServer
 from peer.training import StepResult
 from swarm.compute import Kind
 from swarm.consensus import on_prepare
 from swarm.errors import StageFailedError
-from swarm.net.channel import CallFailedError, Channel, Message
+from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
 from swarm.net.links import Links
 from swarm.sim.virtual_time import run
 from swarm.terms import Term
+from swarm.wire.codecs import encode
 from tests.protocol.simulated import (
     LEADER,
     RUN_ID,
@@ -30,6 +35,7 @@ from tests.protocol.simulated import (
     Swarm,
     TinyBatches,
     baseline,
+    peer_of,
     plan,
 )
 
@@ -353,6 +359,46 @@ def test_a_replica_alone_in_its_stage_is_waited_for() -> None:
     assert reasons(swarm) == []
 
 
+@pytest.mark.parametrize(
+    ("counts", "suspect"),
+    [pytest.param(False, "r0.", id="its call"), pytest.param(True, "r1.1", id="its answer")],
+)
+def test_a_call_that_comes_to_nothing_is_issued_again(counts: bool, suspect: str) -> None:
+    """Every channel lives and no device hangs: one call is never begun, or never answered.
+
+    It is asked back from the last that has it: who waits for the one that never began, or who
+    stands before the last hop, which has counted and so has answered.
+    """
+    swarm = Swarm(plan=plan(6, 3))
+    seen, struck = swarm.on_probe, []
+
+    def probe(who: str, point: str, facts: dict[str, Any]) -> None:
+        seen(who, point, facts)
+        if struck or (who, point, facts.get("step")) != ("r1.1", "committed", 0):
+            return
+        methods = swarm.members[who].links.methods
+        usual = methods["microbatch"]
+
+        async def handle(channel: Channel, message: Message) -> Message | None:
+            methods["microbatch"] = usual
+            struck.append(message.body["index"])
+            if counts:
+                await usual.handle(channel, message)
+            await asyncio.Event().wait()
+            return None
+
+        methods["microbatch"] = replace(usual, handle=handle)
+
+    swarm.on_probe = probe  # type: ignore[method-assign]
+    assert swarm.run(limit_s=1500)["sha256"] == baseline(3, 6)[0]
+    [failed] = [facts for _, _, point, facts in swarm.events if point == "failed"]
+    assert [failed["index"]] == struck
+    assert failed["suspect"].startswith(suspect)
+    assert "no answer" in failed["why"]
+    assert reasons(swarm) == []
+    assert total_s(swarm.results) < 100
+
+
 # ---- gradients that are half added ---------------------------------------------------------------
 
 
@@ -438,6 +484,58 @@ def test_the_last_of_a_stage_stays_until_somebody_else_serves_it() -> None:
     assert "r1.7#1" in reasons(swarm, "admitted")
 
 
+# ---- who is to blame -----------------------------------------------------------------------------
+
+
+def test_a_recomputation_that_fails_is_blamed_on_who_computes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its answers were evicted, and asked for again: the first hop only passes the failure on."""
+    usual, struck = StageServer._recompute, []
+
+    async def recompute(self: StageServer, *args: Any) -> Message:
+        if self.stage == 1 and not struck:
+            struck.append(self.links.incarnation)
+            swarm.computes[peer_of(struck[0])].failing[Kind.FORWARD] += 1
+        return await usual(self, *args)
+
+    monkeypatch.setattr(StageServer, "_recompute", recompute)
+    fault = Fault("counted", "kill", replica="r2.1", step=1, count=2)
+    swarm = Swarm(plan=plan(6), kept_bytes=1, faults=[fault])
+    assert swarm.run()["sha256"] == baseline(3, 6)[0]
+    blamed = [
+        facts["suspect"]
+        for _, _, point, facts in swarm.events
+        if point == "failed" and "a kernel failed" in facts["why"]
+    ]
+    assert blamed == struck != []
+    assert not {"r0.0#1", "r0.1#1"} & {*reasons(swarm)}
+
+
+def test_a_commit_that_does_not_come_is_blamed_on_who_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The second hop of a route has to be named by its own refusal; nobody else knows."""
+    monkeypatch.setattr(parts, "COMMIT_WAIT_S", 0.05)
+
+    async def act(swarm: Swarm) -> None:
+        links, channel = await stranger(swarm, "mallory", "r1.0#1")
+        server, leader = swarm.members["r1.0"].server, swarm.leader
+        assert leader is not None
+        assert server is not None
+        route = ("r0.0#1", "r1.0#1", "r2.0#1")
+        step = server.parts.ledger.step + 1
+        call = MicrobatchCall(leader.term, step, 0, 1, 0, route, 1, 16.0, False)
+        y = encode(torch.zeros(4, 8), "float32")
+        wires = [*leader.encode(TinyBatches().batch(step, 0)), y]
+        with pytest.raises(CallFailedError, match="did not arrive") as refused:
+            await channel.call("microbatch", call.body(), wires)
+        assert (refused.value.kind, refused.value.detail) == ("refused", {"hop": 1})
+        await links.aclose()
+
+    assert during(Swarm(plan=plan(24, 3)), act)["sha256"] == baseline(3, 24)[0]
+
+
 # ---- who may order what --------------------------------------------------------------------------
 
 
@@ -497,6 +595,53 @@ def test_only_a_trainer_gives_orders() -> None:
     assert reasons(swarm) == []
 
 
+def test_nobody_joins_at_a_peer_that_is_no_trainer() -> None:
+    """It stands first among the leaders that one has heard of, and would take anybody in."""
+    asked: list[str] = []
+
+    class Deceived(Swarm):
+        def _start_replica(self, name: str, incarnation: str, stage: int | None) -> Member:
+            member = super()._start_replica(name, incarnation, stage)
+            trainers = member._find_leader
+
+            async def find_leader() -> list[tuple[str, Sequence[str]]]:
+                return [("mallory#1", ()), *await trainers()]
+
+            member._find_leader = find_leader
+            return member
+
+        async def start_all(self) -> None:
+            async def join(channel: Channel, message: Message) -> Message:
+                asked.append(channel.peer)
+                return Message({"stage": 0, "step": 0, "donors": [], "roster": {}})
+
+            methods = {"join": Method(join, no_tensors)}
+            links = Links(self.network.transport("mallory"), RUN_ID, "mallory#1", methods)
+            links.serve()
+            await super().start_all()
+
+    assert Deceived().run()["sha256"] == baseline()[0]
+    assert not asked
+
+
+def test_only_a_trainer_sends_a_replica_home_or_for_another_state() -> None:
+    async def act(swarm: Swarm) -> None:
+        links, channel = await stranger(swarm, "mallory", "r1.0#1")
+        for method, body in (
+            ("finish", {}),
+            ("refetch", {"term": [0, 99, "mallory#1"]}),
+            ("roster", {"roster": {"r2.0#1": ["elsewhere"]}}),
+        ):
+            with pytest.raises(CallFailedError, match="trainers") as refused:
+                await channel.call(method, body)
+            assert refused.value.kind == "refused"
+        await links.aclose()
+
+    swarm = Swarm()
+    assert during(swarm, act)["sha256"] == baseline()[0]
+    assert reasons(swarm) == []
+
+
 def test_a_call_cannot_raise_the_term() -> None:
     """Calls come from any volunteer: a made-up term in one would depose the leader everywhere."""
 
@@ -510,10 +655,6 @@ def test_a_call_cannot_raise_the_term() -> None:
         call = MicrobatchCall(term, 1, 0, 1, 0, route, 1, 16.0, False)
         batch = TinyBatches().batch(1, 0)
         assert swarm.leader is not None
-        import torch
-
-        from swarm.wire.codecs import encode
-
         y = encode(torch.zeros(4, 8), "float32")
         with pytest.raises(CallFailedError, match="term") as refused:
             await channel.call("microbatch", call.body(), [*swarm.leader.encode(batch), y])
@@ -601,6 +742,33 @@ def test_a_reset_whose_connection_ends_is_carried_out_whole() -> None:
 
     assert during(Swarm(), act)["sha256"] == baseline()[0]
     assert cleared
+
+
+def test_a_reset_that_is_refused_is_answered_with_the_record() -> None:
+    """The leader believes that the replica has the step's state, and it does not."""
+    swarm, resets = Swarm(plan=plan(24, 3), seconds=(0.1, 0.2)), []
+
+    async def act(swarm: Swarm) -> None:
+        member, leader = swarm.members["r1.1"], swarm.leader
+        assert leader is not None
+        assert member.commits is not None
+        await until(lambda: member.step == 1)
+        await asyncio.sleep(0.5)  # for the leader to know
+        usual = member.links.methods["reset"]
+
+        async def reset(channel: Channel, message: Message) -> Message | None:
+            resets.append(member.step)
+            return await usual.handle(channel, message)
+
+        member.links.methods["reset"] = replace(usual, handle=reset)
+        member.commits.invalidate()
+        leader.expel(leader.step, "r1.1#1", "a test")
+        assert leader.next_step == 1
+
+    assert during(swarm, act)["sha256"] == baseline(3, 24)[0]
+    assert resets == [0, 1]  # refused, and once it has the state
+    back = [facts["step"] for _, _, p, facts in swarm.events if p == "admitted"][-1]
+    assert back == 1, "it did not come back before the next commit told it"
 
 
 def test_a_vote_that_was_told_is_not_undone_by_one_that_nobody_waits_for() -> None:
