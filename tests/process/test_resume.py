@@ -91,9 +91,11 @@ def runs(forks: Forks, tmp_path: Path) -> Runs:
 def test_all_are_killed_and_resume_with_other_counts_or_another_cut(
     runs: Runs, tmp_path: Path
 ) -> None:
-    config = runs.config(toml(tmp_path / "run.toml", steps=50, extra=EVERY))
+    """Of the checkpoints of steps 3, 6 and 8 only the newest is kept: the file says so."""
+    config = runs.config(toml(tmp_path / "run.toml", steps=50, extra=EVERY + "keep = 1\n"))
     expected = baseline(config, STEPS, runs.cache)
     assert runs.run_in(config, "one", {0: 1, 1: 2, 2: 1}, kill_at=4) is None
+    assert [path.name for path in (tmp_path / "one" / "checkpoints").iterdir()] == ["step-3"]
 
     # Another cut is another file: a new run, which says where it comes from.
     other = recut(config, (2, 4))
@@ -120,6 +122,11 @@ def test_all_are_killed_and_resume_with_other_counts_or_another_cut(
     assert not (tmp_path / "one" / "parent.json").exists()
     opened = [each for each in runs.events("one") if each["event"] == "epoch"]
     assert [(each["epoch"], each["step"]) for each in opened] == [(1, 3)]
+    written = [each["step"] for each in runs.events("one") if each["event"] == "checkpoint"]
+    assert written[-2:] == [6, 8]  # who is killed may not have written down that of 3
+    for name in ("one", "two"):
+        (kept,) = (tmp_path / name / "checkpoints").iterdir()
+        assert kept.name == "step-8"
 
 
 def test_a_stage_is_lost_and_a_new_peer_takes_it_from_the_checkpoint(
