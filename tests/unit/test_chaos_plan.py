@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from peer import chaos, commands
 from peer.chaos_plan import (
     ENDS_LEADER,
     ENDS_PEER,
@@ -17,9 +22,12 @@ from peer.chaos_plan import (
     schedule,
     victim,
 )
-from peer.chaos_report import Chaos, Struck, growth, made_of, rate
-from peer.witness import FILE, audit, longest_stall
+from peer.chaos_report import Chaos, Struck, growth, made_of, rate, summary, table
+from peer.cli.swarm_program import app
+from peer.witness import FILE, Audit, Stall, audit, longest_stall
 from swarm.net import channel
+from swarm.net.identity import load_identity
+from tests.process.forks import toml
 
 
 def test_one_seed_is_one_attack() -> None:
@@ -164,3 +172,111 @@ def test_growth_and_rates() -> None:
     assert growth(growing, 50.0) == pytest.approx(40 / 154.5, rel=0.05)
     assert growth(steady[:3], 0.0) is None
     assert rate([(1.0, 10), (2.0, 10), (4.0, 10)], 0.0, 5.0) == (20.0, 3.0)
+
+
+def a_result(sha256: str = "ab" * 32) -> Chaos:
+    """60 s: 20 tokens/s in the calm of the first and the last 10 s, 10 tokens/s between."""
+    return Chaos(
+        faults=Counter(leader_kill=1, kill=2),
+        struck=[Struck("leader_kill", "leader", 31.0, 33.0, of_leader=True)],
+        joins=3,
+        steps=[(2.0, 40), (4.0, 40), (20.0, 40), (24.0, 40), (52.0, 40), (54.0, 40)],
+        memory={"leader": [(float(at), 100.0) for at in range(60)]},
+        began_at=1000.0,
+        ended_at=1060.0,
+        calm_until_s=10.0,
+        calm_from_s=50.0,
+        report={"sha256": sha256, "steps": 6},
+    )
+
+
+@pytest.mark.parametrize("equal", [True, False], ids=["equal", "differs"])
+def test_the_last_line_and_the_table_say_what_the_run_came_to(equal: bool) -> None:
+    books = Audit(steps=6, microbatches=18, lost=4, duplicated=5, unwitnessed=[(0, 0, "0b")])
+    baseline = ("ab" if equal else "cd") * 32
+    facts = summary(a_result(), books, baseline, seed=7, stall=Stall(1030.0, 1035.5, 1034.0))
+    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
+    expected = {
+        "seed": 7,
+        "seconds": 60.0,
+        "faults": {"kill": 2, "leader_kill": 1},
+        "num_faults": 3,
+        "joins": 3,
+        "steps": 6,
+        "microbatches": 18,
+        "lost": 4,
+        "duplicated": 5,
+        "unwitnessed": 1,
+        "sha256": "ab" * 32,
+        "baseline_sha256": baseline,
+        "equal": equal,
+        "longest_stall_s": 5.5,
+        "tokens_per_s": {"with_faults": 10.0, "without": 20.0},
+        "goodput": 0.5,
+        "memory_growth_second_half": {"leader": 0.0},
+    }
+    assert {name: facts[name] for name in expected} == expected
+    assert facts["longest_stall"]["faults"] == ["leader_kill of leader"]
+    rows = [" ".join(line.split()) for line in table(facts).splitlines()]
+    for row in (
+        "faults 3 (2 kill, 1 leader_kill)",
+        "steps 6",
+        "lost 4",
+        "duplicated 5",
+        "sha256 abababababababab…",
+        "baseline abababababababab… equal" if equal else "baseline cdcdcdcdcdcdcdcd… DIFFERS",
+        "longest stall 5.5 s without an acknowledged microbatch",
+        "tokens/s 10.0 with faults, 20.0 without",
+        "goodput 0.5",
+    ):
+        assert row in rows
+
+
+def test_without_calm_steps_there_is_no_goodput() -> None:
+    """Of a run too short for two steps without faults; the line still is one of JSON."""
+    result = a_result()
+    result.steps = result.steps[2:4]
+    facts = summary(result, Audit(steps=2), "", seed=7, stall=Stall(1000.0, 1060.0))
+    assert facts["goodput"] is None
+    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
+    assert "goodput" in table(facts)
+
+
+@pytest.mark.parametrize(
+    ("sha256", "second", "code"),
+    [("ab" * 32, [1], 0), ("cd" * 32, [1], 1), ("ab" * 32, [], 1), ("ab" * 32, [1, 2], 1)],
+    ids=["exact", "another sha256", "lost", "duplicated"],
+)
+def test_the_command_fails_unless_the_run_was_exact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sha256: str, second: list[int], code: int
+) -> None:
+    """All but the swarm and the baseline is the command's own."""
+
+    class Ran(chaos.ChaosRun):
+        def __init__(self, config: Any, run_dir: Path, *, seed: int, **options: Any) -> None:
+            assert (seed, options["seconds"], options["every_s"]) == (9, 30.0, 2.0)
+            self.run_dir, self.faults, self.extra_records = run_dir, [], []
+
+        async def run(self) -> Chaos:
+            books(self.run_dir, [0, 2], second)
+            self.result = a_result(sha256)
+            self.result.report["steps"] = 1
+            return self.result
+
+    identity = load_identity(tmp_path / "identity.key")
+    monkeypatch.setattr(chaos, "ChaosRun", Ran)
+    monkeypatch.setattr(chaos, "baseline_sha256", lambda config, num_steps: "ab" * 32)
+    monkeypatch.setattr(commands, "importing", lambda *args: contextlib.nullcontext())
+    monkeypatch.setattr(commands, "spare_identity", lambda: identity)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    run = toml(tmp_path / "run.toml", steps=1, stages=1)
+    run.write_text(run.read_text().replace("microbatches = 6", "microbatches = 3"))
+    options = ("--minutes", "0.5", "--every", "2", "--seed", "9", "--dir", str(tmp_path / "run"))
+    done = CliRunner().invoke(app, ["chaos", str(run), *options])
+    assert done.exit_code == code, (done.stdout, done.stderr)
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert facts["seed"] == 9
+    assert facts["equal"] == (sha256 == "ab" * 32)
+    assert (facts["lost"], facts["duplicated"]) == (int(second == []), int(second == [1, 2]))
+    error = "error: the run under faults was not exact - the lines above say how\n"
+    assert done.stderr == (error if code else "")
