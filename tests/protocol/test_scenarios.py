@@ -31,7 +31,7 @@ SEEDS, MOVING, CHUNK = 520, 80, 20
 
 
 # What faults do, beside what every chunk of seeds has to show.
-EFFECTS = {"lost", "late", "reordered", "corrupted", "stale", "early takeover", "answer recomputed"}
+EFFECTS = {"lost", "late", "reordered", "corrupted", "stale", "early takeover", "answer evicted"}
 
 
 def run_or_shrink(seed: int) -> Swarm:
