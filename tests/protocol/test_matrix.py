@@ -23,7 +23,7 @@ from swarm.compute import Kind
 from swarm.consensus import Vote
 from swarm.ledger import Phase
 from swarm.net.channel import Method
-from tests.protocol.faults import spoil_forward, spoil_gradients, spoil_sum
+from tests.protocol.faults import ACTIONS, spoil_forward, spoil_gradients, spoil_sum
 from tests.protocol.simulated import LEADER, Fault, Swarm, baseline, plan
 
 MICROBATCHES, STEPS, STRUCK_STEP = 8, 4, 1
@@ -122,7 +122,6 @@ class Struck(Swarm):
     # ---- what -----------------------------------------------------------------------------------
 
     def hit(self, who: str, where: str) -> None:
-        self.struck = (who, where)
         loop = asyncio.get_running_loop()
         if self.fault == "kill":
             loop.call_soon(self.kill, who)
@@ -149,7 +148,8 @@ class Struck(Swarm):
             kind = {"queued": Kind.FORWARD, "waiting downstream": Kind.BACKWARD}.get(where)
             self.computes[who].failing[kind or Kind.UPDATE] += 1
         else:
-            self.strike(Fault("", self.fault, duration_s=AWAY_S), who)
+            ACTIONS[self.fault](self, Fault("", self.fault, duration_s=AWAY_S), who)
+        self.struck = (who, where)  # not before: what raises here has struck nobody
 
 
 MOMENTS = [
