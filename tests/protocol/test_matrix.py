@@ -28,14 +28,14 @@ from tests.protocol.simulated import LEADER, Fault, Swarm, baseline, plan
 
 MICROBATCHES, STEPS, STRUCK_STEP = 8, 4, 1
 JOINING_STEP = 2  # too late to begin with the first weights
-VICTIM, STAGE = "r1.1", 1
+STAGE = 1  # whose `r1.1` is struck, if nothing else is said
 AWAY_S = 20.0
 
 
 class Struck(Swarm):
-    """Strikes `VICTIM` (or a joiner, or a donor) once, at `moment`."""
+    """Strikes the second replica of `stage` (or a joiner, or a donor) once, at `moment`."""
 
-    def __init__(self, moment: str, fault: str, **more: Any) -> None:
+    def __init__(self, moment: str, fault: str, stage: int = STAGE, **more: Any) -> None:
         joins = [Fault("forward", "start", step=JOINING_STEP, victim="r1.2", stage=STAGE)]
         super().__init__(
             plan=plan(MICROBATCHES, STEPS),
@@ -43,7 +43,7 @@ class Struck(Swarm):
             seconds=(0.05, 0.1),
             **more,
         )
-        self.moment, self.fault = moment, fault
+        self.moment, self.fault, self.victim = moment, fault, f"r{stage}.1"
         self.struck: tuple[str, str] | None = None  # whom, and where it was
         self.departures: list[asyncio.Task[None]] = []
         self.computed: dict[str, set[tuple[int, int]]] = {}  # microbatches, by whom
@@ -54,7 +54,7 @@ class Struck(Swarm):
         super().on_probe(who, point, facts)
         if point == "forward":
             self.computed.setdefault(who, set()).add((facts["step"], facts["index"]))
-        if who != VICTIM or facts.get("step") != STRUCK_STEP or self.struck is not None:
+        if who != self.victim or facts.get("step") != STRUCK_STEP or self.struck is not None:
             return
         now = {
             ("queued", "forward"): 0.0,
@@ -100,7 +100,7 @@ class Struck(Swarm):
             work = server.parts.kept.works.get(index)
             if entry is None or work is None:
                 return "gone"
-            running = self.computes[VICTIM]._busy and not self.computes[VICTIM]._waiting
+            running = self.computes[self.victim]._busy and not self.computes[self.victim]._waiting
             match entry.phase:
                 case Phase.FORWARD:
                     return "in forward" if running else "queued"
@@ -163,6 +163,7 @@ MOMENTS = [
     "snapshot",
     "joining",
 ]
+MOMENTS_OF_ALL_STAGES = ["in backward", "averaging", "prepared"]  # nobody is behind the last
 FAULTS = ["kill", "leave", "freeze", "cut", "reset", "raise", "nan"]
 ONLY = {
     "raise": ("queued", "waiting downstream", "averaging", "committing"),  # before its own kernel
@@ -204,6 +205,26 @@ def test_only_the_lost_stage_computes_again(moment: str, fault: str) -> None:
         for name, computed in swarm.computed.items():
             if name != swarm.struck[0]:  # not even its twin computes anything twice
                 assert swarm.computes[name].counts[kind] == len(computed), (name, kind)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize(
+    "moment", [pytest.param(m, id=m.replace(" ", "-")) for m in MOMENTS_OF_ALL_STAGES]
+)
+@pytest.mark.parametrize("fault", ["kill", "freeze"])
+def test_whichever_stage_is_lost_the_others_compute_nothing_again(
+    fault: str, moment: str, stage: int
+) -> None:
+    """The first has only the leader before it, the last nobody behind it."""
+    swarm = Struck(moment, fault, stage)
+    assert swarm.run(STEPS)["sha256"] == baseline(STEPS, MICROBATCHES)[0]
+    assert swarm.struck == (f"r{stage}.1", moment), "nothing was injected"
+    once = MICROBATCHES * STEPS
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        counts = kernels(swarm, kind)
+        lost = counts.pop(stage) - once
+        assert (kind is Kind.FORWARD) <= lost <= MICROBATCHES, (kind, lost)
+        assert set(counts.values()) == {once}, (kind, counts)
 
 
 @pytest.mark.parametrize("moment", [pytest.param(m, id=m.replace(" ", "-")) for m in MOMENTS])
