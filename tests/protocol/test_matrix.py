@@ -188,6 +188,15 @@ def kernels(swarm: Swarm, kind: Kind) -> Counter[int]:
     return counts
 
 
+def passes(swarm: Swarm, point: str) -> Counter[tuple[int, int, int]]:
+    """How often each microbatch passed a point of its path: by stage, step and index."""
+    return Counter(
+        (int(who[1]), facts["step"], facts["index"])
+        for _, who, passed, facts in swarm.events
+        if passed == point
+    )
+
+
 @pytest.mark.parametrize(("moment", "fault"), cases())
 def test_only_the_lost_stage_computes_again(moment: str, fault: str) -> None:
     swarm = Struck(moment, fault)
@@ -229,13 +238,22 @@ def test_whichever_stage_is_lost_the_others_compute_nothing_again(
 
 @pytest.mark.parametrize("moment", [pytest.param(m, id=m.replace(" ", "-")) for m in MOMENTS])
 def test_a_replica_and_the_leader_die_at_the_same_moment(moment: str) -> None:
-    """The next life of the leader finishes the same step."""
+    """The next life of the leader finishes the same step, with all that survivors had counted."""
     swarm = Struck(moment, "kill with the leader")
     assert swarm.run(STEPS)["sha256"] == baseline(STEPS, MICROBATCHES)[0]
     assert swarm.struck is not None, "nothing was injected"
     assert swarm.struck[1] == moment
     assert swarm.lives[LEADER] == 2
     assert swarm.committed == sorted(set(swarm.committed))
+    counted = passes(swarm, "counted")
+    assert set(counted) == {
+        (stage, step, index)
+        for stage in range(3)
+        for step in range(STEPS)
+        for index in range(MICROBATCHES)
+    }
+    again = {stage for (stage, _, _), times in counted.items() if times > 1}
+    assert again <= (set() if moment == "joining" else {STAGE}), again
 
 
 # ---- a full disk ---------------------------------------------------------------------------------
