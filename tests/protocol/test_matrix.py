@@ -166,7 +166,8 @@ MOMENTS = [
 MOMENTS_OF_ALL_STAGES = ["in backward", "averaging", "prepared"]  # nobody is behind the last
 FAULTS = ["kill", "leave", "freeze", "cut", "reset", "raise", "nan"]
 ONLY = {
-    "raise": ("queued", "waiting downstream", "averaging", "committing"),  # before its own kernel
+    # Before its own kernel; those of donors and joiners are further down.
+    "raise": ("queued", "waiting downstream", "averaging", "committing"),
     "nan": ("queued", "in forward", "waiting downstream", "in backward"),
 }
 
@@ -254,6 +255,68 @@ def test_a_replica_and_the_leader_die_at_the_same_moment(moment: str) -> None:
     }
     again = {stage for (stage, _, _), times in counted.items() if times > 1}
     assert again <= (set() if moment == "joining" else {STAGE}), again
+
+
+# ---- the kernels of donors and joiners -----------------------------------------------------------
+
+JOINER = "r1.2"
+TRANSFERS = {  # what computes where a state is given and taken
+    "copying": "Donor.take.<locals>.copy",
+    "describing": "digest",
+    "checking": "CatchUp._digest.<locals>.<lambda>",
+    "loading": "CatchUp._load.<locals>.load",
+}
+
+
+class Transferred(Swarm):
+    """`JOINER` joins; at each replica the first kernel called `kernel` raises when it is done."""
+
+    def __init__(self, kernel: str, donors: int) -> None:
+        super().__init__(
+            replicas=(2, donors, 2),
+            plan=plan(MICROBATCHES, 2 * STEPS),
+            faults=[Fault("record", "start", step=STRUCK_STEP, victim=JOINER, stage=STAGE)],
+            seconds=(0.05, 0.1),
+        )
+        self.kernel = kernel
+        self.struck: list[str] = []
+
+    def start_replica(self, name: str, stage: int | None) -> Member:
+        member = super().start_replica(name, stage)
+        compute = self.computes[name]
+        usual = compute.run
+
+        async def run(kind: Kind, task: Callable[[], Any], seconds: float | None = None) -> Any:
+            called = getattr(task, "func", task).__qualname__
+            if called != self.kernel or name in self.struck:
+                return await usual(kind, task, seconds)
+            self.struck.append(name)
+
+            def fail() -> None:
+                task()
+                raise RuntimeError("a kernel failed")
+
+            return await usual(kind, fail, seconds)
+
+        compute.run = run  # type: ignore[method-assign]
+        return member
+
+
+@pytest.mark.parametrize("donors", [1, 2])
+@pytest.mark.parametrize("kernel", TRANSFERS.values(), ids=TRANSFERS)
+def test_a_kernel_that_fails_where_a_state_is_given_or_taken_costs_time_alone(
+    kernel: str, donors: int
+) -> None:
+    """The joiner serves all the same, also with nobody else to ask; nothing is computed twice."""
+    swarm = Transferred(kernel, donors)
+    assert swarm.run(2 * STEPS)["sha256"] == baseline(2 * STEPS, MICROBATCHES)[0]
+    givers = {f"r{STAGE}.{number}" for number in range(donors)}
+    takes = kernel.startswith("CatchUp")
+    assert set(swarm.struck) == ({JOINER} if takes else givers), "nothing was injected"
+    assert any((who, what) == (JOINER, "counted") for _, who, what, _ in swarm.events)
+    for point in ("forward", "backward", "counted"):
+        assert set(passes(swarm, point).values()) == {1}, point
+    assert not any(what in ("expelled", "suspected", "failed") for _, _, what, _ in swarm.events)
 
 
 # ---- a full disk ---------------------------------------------------------------------------------
