@@ -49,11 +49,9 @@ class Paced(Swarm):
         at = self.times("record")
         return [after - before for before, after in itertools.pairwise(at)]
 
-    def kernels(self, step: int) -> Counter[str]:
+    def kernels(self, step: int, kind: str = "forward") -> Counter[str]:
         return Counter(
-            who
-            for _, who, point, told in self.events
-            if point == "forward" and told["step"] == step
+            who for _, who, point, told in self.events if point == kind and told["step"] == step
         )
 
 
@@ -99,17 +97,30 @@ def test_leaving_costs_nothing() -> None:
     assert not swarm.times("expelled")
 
 
-def test_no_new_work_for_whoever_leaves_before_the_step_ends() -> None:
+@pytest.mark.parametrize("goes", [False, True], ids=["stays", "goes"])
+def test_no_new_work_for_whoever_leaves_before_the_step_ends(goes: bool) -> None:
+    """Only what it had done is computed again, if it does not stay until the commit: by its twin,
+    from what its neighbour kept."""
+
     class Leaving(Paced):
+        async def depart(self) -> None:
+            assert not await self.members["r1.1"].drain(1.5)
+            if goes:
+                self.kill("r1.1")
+
         def on_probe(self, who: str, point: str, facts: dict) -> None:
             super().on_probe(who, point, facts)
             if (who, point, facts.get("step")) == ("r1.1", "counted", 3) and not gone:
-                loop = asyncio.get_running_loop()
-                gone.append(loop.create_task(self.members["r1.1"].drain(1.5)))
+                gone.append(asyncio.get_running_loop().create_task(self.depart()))
 
     gone: list[asyncio.Task[None]] = []
     swarm = Leaving()
-    assert swarm.kernels(3)["r1.1"] < SHARE
+    gone[0].result()
+    for point in ("forward", "backward"):
+        ran = swarm.kernels(3, point)
+        assert 0 < ran["r1.1"] < SHARE
+        assert ran["r0.0"] + ran["r0.1"] == MICROBATCHES, ran
+        assert ran["r1.0"] == MICROBATCHES - (0 if goes else ran["r1.1"]), ran
 
 
 # ---- silence -------------------------------------------------------------------------------------
