@@ -479,6 +479,7 @@ class Swarm:
         ahead = 0 if self.policy == "exact" else self.ahead
         self.plan = replace(self.plan, num_steps=num_steps, ahead=ahead)
         self.done: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().set_exception_handler(self._callback_raised)
         for name in self.trainer_ids:
             self.start_trainer(name)
         await self.start_all()
@@ -487,6 +488,12 @@ class Swarm:
             return await self.done
         finally:
             await self._take_down()
+
+    def _callback_raised(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A callback that raises has not done its part, be it a fault's: the run must not pass."""
+        loop.default_exception_handler(context)
+        if "handle" in context:
+            self.fail(context.get("exception"))
 
     async def _take_down(self) -> None:
         self.over = True
