@@ -17,15 +17,16 @@ from peer.inquiries import fetch_states, validate
 from peer.leader import Leader
 from peer.member import Member
 from peer.quorum import Quorum
+from peer.snapshots import Donor
 from peer.stage_server import StageServer
 from peer.training import StepResult
 from swarm.compute import Kind
 from swarm.consensus import on_prepare
-from swarm.errors import StageFailedError
+from swarm.errors import RefusedError, StageFailedError
 from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
 from swarm.net.links import Links
 from swarm.sim.virtual_time import run
-from swarm.terms import Term
+from swarm.terms import Record, Term
 from swarm.wire.codecs import encode
 from tests.protocol.simulated import (
     LEADER,
@@ -132,6 +133,77 @@ def test_a_kernel_that_always_fails_ends_the_run(kind: Kind) -> None:
         swarm.run(limit_s=500)
 
 
+def test_only_failures_of_the_computation_count() -> None:
+    """One hop refuses for reasons of the network seven times, then its kernel fails once."""
+    swarm = Swarm(replicas=(1, 1, 1), plan=plan(4, 3))
+    seen, struck = swarm.on_probe, list[str]()
+
+    def probe(who: str, point: str, facts: dict[str, Any]) -> None:
+        seen(who, point, facts)
+        if (point, facts.get("step")) != ("record", 0):
+            return
+        methods = swarm.members["r1.0"].links.methods
+        usual = methods["microbatch"]
+
+        async def handle(channel: Channel, message: Message) -> Message | None:
+            if (message.body["step"], message.body["index"]) == (1, 2) and len(struck) < 8:
+                struck.append("failed" if len(struck) == 7 else "unreachable")
+                raise CallFailedError(struck[-1], "no reason", hop=1)
+            return await usual.handle(channel, message)
+
+        methods["microbatch"] = replace(usual, handle=handle)
+
+    swarm.on_probe = probe  # type: ignore[method-assign]
+    assert swarm.run()["sha256"] == baseline()[0]
+    failed = [facts for _, _, point, facts in swarm.events if point == "failed"]
+    assert len(failed) == len(struck) == 8
+    assert {(each["index"], each["suspect"]) for each in failed} == {(2, "r1.0#1")}
+    assert reasons(swarm) == []
+
+
+def test_a_microbatch_whose_computation_failed_goes_elsewhere_first() -> None:
+    """To its twin, although that one is ten times slower."""
+    faults = [Fault("forward", "raise", replica="r1.0", step=2, count=each) for each in (1, 4, 7)]
+    swarm = Swarm(replicas=(1, 2, 1), plan=plan(12, 3), speed={"r1.1": 10.0}, faults=faults)
+    assert swarm.run()["sha256"] == baseline(3, 12)[0]
+    assert len(swarm.fired) == 3
+    tried: dict[int, list[str]] = {}
+    for _, _, point, facts in swarm.events:
+        if (point, facts.get("step")) == ("issue", 2):
+            tried.setdefault(facts["index"], []).append(facts["route"][1])
+    again = [hops for hops in tried.values() if len(hops) > 1]
+    assert again == [["r1.0#1", "r1.1#1"]] * 3
+
+
+@pytest.mark.parametrize("victim", ["r0.1", "r1.1", "r2.1"])
+def test_a_loss_that_is_no_number_costs_who_answers_it(victim: str) -> None:
+    """Twice: whoever passes something on has looked at it, so nobody else is blamed."""
+    swarm = Swarm(plan=plan(6, 3))
+    seen, struck = swarm.on_probe, list[str]()
+
+    def probe(who: str, point: str, facts: dict[str, Any]) -> None:
+        seen(who, point, facts)
+        if (who, point, facts.get("step")) != (victim, "committed", 0):
+            return
+        server = swarm.members[victim].server
+        assert server is not None
+        usual = server._reply
+
+        def reply(*args: Any) -> dict[str, Any]:
+            if len(struck) < 2:
+                struck.append(f"{victim}#1")
+                return {**usual(*args), "loss": "none"}
+            return usual(*args)
+
+        server._reply = reply  # type: ignore[method-assign]
+
+    swarm.on_probe = probe  # type: ignore[method-assign]
+    assert swarm.run(limit_s=100)["sha256"] == baseline(3, 6)[0]
+    assert struck == [f"{victim}#1"] * 2
+    blamed = [facts["suspect"] for _, _, point, facts in swarm.events if point == "failed"]
+    assert blamed + reasons(swarm) == struck
+
+
 class PoisonedBatches(TinyBatches):
     """Step 1 has a microbatch whose input is not a number."""
 
@@ -231,16 +303,27 @@ def test_a_record_that_does_not_follow_the_last_one_is_refused() -> None:
 
 def test_an_update_that_fails_half_way_is_replaced_by_a_twins_state() -> None:
     swarm = Swarm(plan=plan(4, 4))
-    seen = swarm.on_probe
+    seen, struck = swarm.on_probe, list[str]()
 
     def probe(who: str, point: str, facts: dict[str, Any]) -> None:
-        if (who, point, facts.get("step")) == ("r1.1", "commit", 1):
-            swarm.computes[who].failing[Kind.UPDATE] += 1
+        if (who, point, facts.get("step")) == ("r1.1", "commit", 1) and not struck:
+            struck.append(who)
+            commits = swarm.members[who].commits
+            assert commits is not None
+            policy, apply = commits.policy, commits.policy.apply
+
+            def half(state: Any, update: Any, **_: Any) -> None:
+                policy.apply = apply  # type: ignore[method-assign]
+                state.parameters[: state.layout.total // 2] += 1.0
+                raise RuntimeError("out of memory")
+
+            policy.apply = half  # type: ignore[method-assign, assignment]
         seen(who, point, facts)
 
     swarm.on_probe = probe  # type: ignore[method-assign]
     assert swarm.run(4)["sha256"] == baseline(4)[0]
     assert "r1.1#1" in reasons(swarm)
+    assert reasons(swarm, "diverged") == [], "nothing was applied to what is left of it"
 
 
 def test_a_commit_goes_on_when_the_leaders_connection_ends() -> None:
@@ -251,6 +334,98 @@ def test_a_commit_goes_on_when_the_leaders_connection_ends() -> None:
         assert swarm.fired
         applied = [f["step"] for _, w, p, f in swarm.events if (w, p) == ("r1.1", "committed")]
         assert applied == [0, 1, 2]
+
+
+class LateCommit(Swarm):
+    """The commit of step 1 takes a second to come at `r1.1`, which is so slow that the single
+    microbatch of step 2 is computed by its twin."""
+
+    def __init__(self) -> None:
+        super().__init__(replicas=(1, 2, 2), plan=plan(1, 4), speed={"r1.1": 20.0})
+        self.aborted: list[int] = []
+
+    def on_probe(self, who: str, point: str, facts: dict[str, Any]) -> None:
+        super().on_probe(who, point, facts)
+        if (point, facts.get("step")) == ("record", 1):
+            commits = self.members["r1.1"].commits
+            assert commits is not None
+            usual = commits.before_commit
+            assert usual is not None
+
+            async def late(record: Record) -> None:
+                commits.before_commit = usual
+                await asyncio.sleep(1.0)
+                await usual(record)
+
+            commits.before_commit = late
+
+    def at(self, who: str, point: str, step: int) -> list[float]:
+        return [
+            at
+            for at, name, passed, facts in self.events
+            if (name, passed, facts.get("step")) == (who, point, step)
+        ]
+
+
+def test_a_slow_twin_that_has_counted_nothing_is_waited_for() -> None:
+    """The order to average comes before its commit, which is on the way."""
+    swarm = LateCommit()
+    assert swarm.run(4)["sha256"] == baseline(4, 1)[0]
+    assert swarm.at("r1.0", "average", 2) < swarm.at("r1.1", "commit", 1), "nothing was late"
+    assert not swarm.at("r1.1", "counted", 2)
+    assert reasons(swarm) == []
+
+
+def test_an_abort_that_overtakes_a_commit_leaves_what_was_prepared_of_it() -> None:
+    """A round of step 2 fails while the commit of step 1 is on the way to `r1.1`. Then its twin
+    dies, which was the only other one that had the averaged gradient of step 1."""
+    swarm = LateCommit()
+    swarm.faults = [Fault("average", "kill", replica="r1.0", step=2, victim="r2.1")]
+    seen = swarm.on_probe
+
+    def probe(who: str, point: str, facts: dict[str, Any]) -> None:
+        seen(who, point, facts)
+        if (point, facts.get("step")) != ("record", 1):
+            return
+        member = swarm.members["r1.1"]
+        usual = member.links.methods["abort"]
+
+        async def abort(channel: Channel, message: Message) -> Message | None:
+            answer = await usual.handle(channel, message)
+            if not swarm.aborted:
+                swarm.aborted.append(member.step)
+                swarm.later(0.0, swarm.kill, "r1.0")
+            return answer
+
+        member.links.methods["abort"] = replace(usual, handle=abort)
+
+    swarm.on_probe = probe  # type: ignore[method-assign]
+    assert swarm.run(4, limit_s=100)["sha256"] == baseline(4, 1)[0]
+    assert swarm.fired, "nothing was injected"
+    assert swarm.aborted == [1], "the abort did not overtake the commit"
+    assert swarm.at("r1.1", "committed", 1)
+
+
+def test_a_copy_that_could_not_be_had_does_not_keep_who_is_behind_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Cut off for some commits, with a state that is valid. Its donor cannot hold a copy at first;
+    what is collected since would have continued that copy, not the state that is here."""
+    usual, refused = Donor._copy_of, []
+
+    async def copy_of(self: Donor, channel: Channel, wanted: object) -> Any:
+        if len(refused) < 2:  # of now, and of the next step
+            refused.append(wanted)
+            raise RefusedError("all copies here are being read")
+        return await usual(self, channel, wanted)
+
+    monkeypatch.setattr(Donor, "_copy_of", copy_of)
+    fault = Fault("committed", "partition", "r1.1", step=1, side=("r1.1",), duration_s=30.0)
+    swarm = Swarm(replicas=(1, 2, 1), plan=plan(2, 20), seconds=(0.5, 1.0), faults=[fault])
+    assert swarm.run(20, limit_s=500)["sha256"] == baseline(20, 2)[0]
+    assert swarm.fired, "nothing was injected"
+    assert len(refused) == 2
+    assert reasons(swarm, "admitted").count("r1.1#1") == 2  # at first, and with a copy
 
 
 # ---- devices that hang, and those that are only slow ---------------------------------------------
@@ -679,15 +854,18 @@ def test_a_stale_term_is_refused() -> None:
     assert during(Swarm(), act)["sha256"] == baseline()[0]
 
 
-def test_a_replica_that_calls_the_term_stale_does_not_stop_the_leader() -> None:
-    """It may lie. With one trainer there is nobody to ask, and it is left out."""
+@pytest.mark.parametrize("trainers", [(LEADER,), ("t0", "t1", "t2")], ids=["one", "three"])
+def test_a_replica_that_calls_the_term_stale_does_not_stop_the_leader(
+    trainers: tuple[str, ...],
+) -> None:
+    """It may lie: it is left out. Only another trainer is believed, and asked if there is one."""
 
     async def act(swarm: Swarm) -> None:
         server = swarm.members["r1.0"].server
         assert server is not None
         server.parts.ledger.term = Term(0, 1 << 30, f"{LEADER}#9")
 
-    swarm = Swarm(plan=plan(4, 3))
+    swarm = Swarm(plan=plan(4, 3), trainer_ids=trainers)
     stop = swarm.settle
 
     async def settle() -> None:
@@ -697,6 +875,7 @@ def test_a_replica_that_calls_the_term_stale_does_not_stop_the_leader() -> None:
     swarm.settle = settle  # type: ignore[method-assign]
     assert during(swarm, act)["sha256"] == baseline()[0]
     assert "r1.0#1" in reasons(swarm)
+    assert len(swarm.chronicle.terms) == 1
 
 
 def test_a_member_whose_ledger_differs_is_expelled_and_its_share_computed_again() -> None:
@@ -832,3 +1011,22 @@ def test_a_replica_that_came_back_is_not_dropped_with_its_former_connection() ->
         assert leader.members.get("r1.0#1") is not None
 
     assert during(Swarm(plan=plan(4, 3), seconds=(0.5, 1.0)), act)["sha256"] == baseline()[0]
+
+
+def test_a_channel_that_ends_leaves_the_other_one_to_the_same_replica() -> None:
+    """Both had dialled at once; the replica had joined over the one that is not found."""
+
+    async def act(swarm: Swarm) -> None:
+        leader = swarm.leader
+        assert leader is not None
+        joined = leader.links.open_channel("r1.0#1")
+        second = await leader.links._dial("r1.0#1", ())
+        await asyncio.sleep(0.1)
+        assert leader.links.open_channel("r1.0#1") is second is not joined
+        second.end("it was frozen")
+        await asyncio.sleep(0.1)
+        assert leader.links.open_channel("r1.0#1") is joined
+
+    swarm = Swarm(plan=plan(4, 3), seconds=(0.5, 1.0))
+    assert during(swarm, act)["sha256"] == baseline()[0]
+    assert reasons(swarm) == []

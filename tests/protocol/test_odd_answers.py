@@ -16,7 +16,7 @@ from peer.disk import MemoryDisk
 from peer.leader import Leader
 from peer.members import Member, Standing
 from peer.quorum import Quorum
-from swarm.errors import SwarmError
+from swarm.errors import StageFailedError, SwarmError
 from swarm.net.channel import CallFailedError, Message
 from swarm.sim.virtual_time import run
 from swarm.step import Step
@@ -215,3 +215,41 @@ def test_a_twin_with_other_facts_about_the_same_gradient_is_refused() -> None:
     for other in ({"norms": [2.0], "finite": True}, {"norms": [1.0], "finite": False}):
         with pytest.raises(SwarmError, match="another averaged gradient"):
             prepared.note(0, "b", {"sha256": "a" * 64, **other})
+
+
+class Failing(Odd):
+    """Every microbatch fails at its second hop, by whichever replica; a fence is confirmed."""
+
+    async def call(self, method: str, body: Any, tensors: Any = (), **_: Any) -> Message:
+        if method == "microbatch":
+            raise CallFailedError("failed", "a kernel failed", hop=1)
+        return Message({"fenced": True})
+
+
+def test_a_kernel_that_others_may_run_does_not_end_the_run() -> None:
+    """Three replicas of a stage fail, or say so, in turn; the fourth has not been asked yet."""
+
+    async def main() -> None:
+        leader, step = make({})
+        leader.links = Failing({})  # type: ignore[assignment]
+        for name in ("r1.2#1", "r1.3#1"):
+            step.admit(name, 1)
+
+        async def fail(suspect: str) -> None:
+            issue = step.issue(0, 0.0, [name for name in step.replicas(1) if name != suspect])
+            assert issue is not None
+            assert issue.route[1] == suspect
+            await leader.microbatches._drive(step, issue)
+
+        broken = ("r1.1#1", "r1.2#1", "r1.3#1")
+        for _ in range(3):
+            assert not step.expelled
+            for suspect in broken:
+                await fail(suspect)
+        assert tuple(step.expelled) == broken
+        assert step.replicas(1) == ["r1.0#1"]
+        with pytest.raises(StageFailedError, match="stage 1 cannot compute microbatch 0"):
+            await fail("r1.0#1")
+        await leader.aclose()
+
+    run(main(), limit_s=100)
