@@ -151,8 +151,16 @@ def test_two_stages_train_exactly_and_leave_nothing(
     report = asyncio.run(main())
     assert report is not None
     assert report["sha256"] == baseline_sha256(run, tmp_path / "cache")
+    assert len({report["sha256"], *report["stages"]}) == 3
+    assert report["tokens_per_s"] == report["tokens"] / report["wall_s"] > 0
+    (boundary,) = report["bytes"]["boundaries"]
+    assert boundary["raw_per_token"] == boundary["back_raw_per_token"] == 4 * 32  # n_embd
+    assert boundary["raw_bytes"] == boundary["raw_per_token"] * report["tokens"]
+    assert report["bytes"]["leader_per_token"] > 0
     assert [step["step"] for step in steps] == [0, 1, 2]
-    assert len((tmp_path / "report.jsonl").read_text().splitlines()) == 4
+    lines = (tmp_path / "report.jsonl").read_text().splitlines()
+    assert len(lines) == 4
+    assert json.loads(lines[-1]) == report
     assert len(started) >= 4
     wait_until_gone(started, 0.5)
     assert list(sockets.iterdir()) == []

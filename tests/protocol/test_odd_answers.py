@@ -158,7 +158,7 @@ def test_no_answer_raises_anything_but_a_swarm_error(
                 pass
             finally:
                 await leader.aclose()
-            assert leader.fatal is None or type(leader.fatal) is not Exception
+            assert leader.fatal is None or isinstance(leader.fatal, SwarmError)
 
         run(main(), limit_s=10_000)
 

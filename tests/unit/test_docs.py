@@ -19,6 +19,7 @@ from peer.cli.swarm_program import app
 from peer.launch import plan_of, whole_model
 from swarm.config import parse_toml
 from swarm.data import build_dataset
+from swarm.wire.frames import PROTOCOL_VERSION
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted(
@@ -159,6 +160,7 @@ def test_every_method_stands_in_the_protocol() -> None:
     for path in (ROOT / "peer").glob("*.py"):
         for name in re.findall(r'"(\w+)": Method\(', path.read_text()):
             assert f"| `{name}` |" in text, f"{path.name} answers {name}"
+    assert f"now **{PROTOCOL_VERSION}**" in text
 
 
 def test_the_picture_needs_nothing_from_elsewhere() -> None:

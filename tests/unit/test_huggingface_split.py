@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -116,6 +117,28 @@ def test_dropout_and_weights_are_the_same_whatever_the_cut(more: dict[str, Any])
         split_hash, split = run(pipeline_of("gpt2", cut, **more), train=True)
         assert split_hash == whole_hash
         assert_same(whole, split)
+
+
+def test_bfloat16_computes_so_over_float32_weights() -> None:
+    _, exact = run(pipeline_of("gpt2", [2, 3]))
+    _, rounded = run(pipeline_of("gpt2", [2, 3], dtype="bfloat16"))
+    assert not torch.equal(exact["logits"], rounded["logits"])
+    assert torch.allclose(exact["logits"], rounded["logits"].float(), atol=0.05)
+    assert {
+        p.dtype for p in pipeline_of("gpt2", [5], dtype="bfloat16").build_stage(0).parameters()
+    } == {torch.float32}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recomputation_runs_each_layer_twice(recompute: bool) -> None:
+    stage, calls = pipeline_of("gpt2", [5], recompute=recompute).build_stage(0), Counter[str]()
+    for name, module in stage.named_modules():
+        if name.endswith(".mlp"):
+            module.register_forward_hook(lambda *_, name=name: calls.update([name]))
+    stage.set_microbatch(5, 7)
+    stage((), a_batch())[0].backward()
+    assert len(calls) == 5
+    assert set(calls.values()) == {2 if recompute else 1}
 
 
 def test_dropout_depends_on_the_microbatch() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import msgpack
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peer.calls import MicrobatchCall
 from swarm.errors import WireError
 from swarm.terms import MAX_COUNTER, Ballot, Record, Term, new_incarnation
 
+GOLDEN = Path(__file__).parent.parent / "golden"
 TERM = Term(0, 3, "trainer#1a")
 RECORD = Record(
     Ballot(TERM, 7, 2),
@@ -25,6 +29,22 @@ RECORD = Record(
     2.5,
     64,
 )
+
+
+def test_the_bytes_of_records_and_of_microbatch_calls() -> None:
+    """They are part of the protocol, and a record's hash is taken over them: with other bytes here
+    `PROTOCOL_VERSION` is to grow."""
+    record = replace(
+        RECORD,
+        fingerprints={0: "22", 1: "33"},
+        base=4,
+        saved=6,
+        checkpoint="cd" * 32,
+        voters={"trainer": "disk"},
+    )
+    call = MicrobatchCall(TERM, 7, 5, 1, 2, ("a#1", "c#1"), 1, 64.0, replay=True)
+    assert record.pack() == (GOLDEN / "record.bin").read_bytes()
+    assert msgpack.packb(call.body()) == (GOLDEN / "microbatch_call.bin").read_bytes()
 
 
 def test_terms_order_by_epoch_counter_incarnation() -> None:
