@@ -14,8 +14,9 @@ import torch
 from peer import parts
 from peer.calls import MicrobatchCall
 from peer.inquiries import fetch_states, validate
-from peer.leader import Leader
+from peer.leader import HOLD_OFF_S, Leader
 from peer.member import Member
+from peer.microbatches import MAX_FAILURES
 from peer.quorum import Quorum
 from peer.snapshots import Donor
 from peer.stage_server import StageServer
@@ -65,8 +66,59 @@ def test_twins_that_never_reach_each_other_cost_one_of_them() -> None:
     swarm = Swarm(faults=[fault], plan=plan(4, 6))
     assert swarm.run(6, limit_s=3000)["sha256"] == baseline(6)[0]
     assert swarm.fired
+    assert len(reasons(swarm)) == 1, "it was taken back at once"
     assert total_s(swarm.results) < 150
     assert total_s(swarm.results[3:]) < 60
+
+
+def fails_to_average(swarm: Swarm, victim: str, rounds: int, from_step: int = 0) -> None:
+    """A kernel of `victim` raises in so many rounds, and nowhere else."""
+    seen, struck = swarm.on_probe, list[int]()
+
+    def probe(who: str, point: str, facts: dict[str, Any]) -> None:
+        seen(who, point, facts)
+        if (who, point) != (victim, "average") or facts["step"] < from_step:
+            return
+        if len(struck) < rounds:
+            struck.append(facts["step"])
+            swarm.computes[victim].failing[Kind.UPDATE] += 1
+
+    swarm.on_probe = probe  # type: ignore[method-assign]
+
+
+def test_who_is_expelled_for_a_round_stays_out_longer_each_time() -> None:
+    """It follows the commits, and could be taken into the next round at once."""
+    swarm = Swarm(num_stages=2, replicas=(1, 2), seconds=(1.0, 2.0), plan=plan(2, 14))
+    fails_to_average(swarm, "r1.0", 4)  # the first of a step is repeated
+    assert swarm.run(14)["sha256"] == baseline(14, 2)[0]
+    assert reasons(swarm) == ["r1.0#1"] * 2
+    _, *turns = [
+        at
+        for at, _, point, facts in swarm.events
+        if point in ("admitted", "expelled") and facts["replica"] == "r1.0#1"
+    ]
+    absences = [back - left for left, back in zip(turns[::2], turns[1::2], strict=True)]
+    step_s = max(result.wall_s for result in swarm.results)
+    for absence, at_least in zip(absences, [HOLD_OFF_S, 2 * HOLD_OFF_S], strict=True):
+        assert at_least <= absence < at_least + step_s
+
+
+def test_who_stays_out_is_taken_back_when_its_stage_has_nobody_else() -> None:
+    swarm = Swarm(num_stages=2, replicas=(1, 2), plan=plan(2, 3))
+    fails_to_average(swarm, "r1.0", 2)
+    seen, killed_at = swarm.on_probe, list[float]()
+
+    def probe(who: str, point: str, facts: dict[str, Any]) -> None:
+        seen(who, point, facts)
+        if (who, point, facts.get("step")) == ("r1.0", "committed", 0):
+            killed_at.append(swarm.loop.now)
+            swarm.later(0.0, swarm.kill, "r1.1")
+
+    swarm.on_probe = probe  # type: ignore[method-assign]
+    assert swarm.run()["sha256"] == baseline(3, 2)[0]
+    assert reasons(swarm)[0] == "r1.0#1"
+    back = [at for at, _, point, facts in swarm.events if point == "admitted"][-1]
+    assert killed_at[0] < back < killed_at[0] + 1.0
 
 
 def test_neighbours_that_cannot_reach_each_other_are_routed_around() -> None:
@@ -84,6 +136,18 @@ def test_neighbours_without_alternative_go_on_as_soon_as_they_can() -> None:
     assert swarm.run()["sha256"] == baseline()[0]
     assert swarm.fired
     assert total_s(swarm.results) < 10
+
+
+def test_neighbours_without_alternative_are_tried_again() -> None:
+    """Both are connected to the leader all the time; only the line between them has ended."""
+    fault = Fault("sent", "sever", replica="r0.0", other="r1.0", step=1)
+    swarm = Swarm(replicas=(1, 1, 1), faults=[fault])
+    assert swarm.run(limit_s=100)["sha256"] == baseline()[0]
+    assert swarm.fired
+    failed = [facts["suspect"] for _, _, point, facts in swarm.events if point == "failed"]
+    assert failed == ["r1.0#1"]
+    assert reasons(swarm) == []
+    assert total_s(swarm.results) < 5
 
 
 def test_neighbours_that_have_both_counted_and_are_cut() -> None:
@@ -131,6 +195,23 @@ def test_a_kernel_that_always_fails_ends_the_run(kind: Kind) -> None:
     swarm.start_replica = start_broken  # type: ignore[method-assign]
     with pytest.raises(StageFailedError, match="stage 1 cannot"):
         swarm.run(limit_s=500)
+
+
+def test_who_is_alone_in_its_stage_and_never_averages_ends_the_run() -> None:
+    """It cannot be left out, and its microbatches and resets are as they should be."""
+    swarm = Swarm(num_stages=2, replicas=(2, 1))
+    fails_to_average(swarm, "r1.0", 10_000, from_step=1)
+    with pytest.raises(StageFailedError, match="stage 1 cannot average its step"):
+        swarm.run(limit_s=50)
+    rounds = [facts for _, _, point, facts in swarm.events if point == "round_failed"]
+    assert len(rounds) == MAX_FAILURES
+
+
+def test_who_is_alone_in_its_stage_may_fail_to_average_for_a_while() -> None:
+    swarm = Swarm(num_stages=2, replicas=(2, 1))
+    fails_to_average(swarm, "r1.0", MAX_FAILURES - 1, from_step=1)
+    assert swarm.run(limit_s=50)["sha256"] == baseline()[0]
+    assert reasons(swarm) == []
 
 
 def test_only_failures_of_the_computation_count() -> None:
@@ -921,6 +1002,40 @@ def test_a_reset_whose_connection_ends_is_carried_out_whole() -> None:
 
     assert during(Swarm(), act)["sha256"] == baseline()[0]
     assert cleared
+
+
+@pytest.mark.parametrize("raises", [False, True], ids=["ends", "raises"])
+def test_half_a_reset_is_not_what_the_next_leader_adopts(raises: bool) -> None:
+    """The leader dies as its reset comes; the next one asks what was counted, and resets nobody.
+
+    The kernel that empties the accumulator goes on without the order's connection, or fails with
+    nobody to tell.
+    """
+    swarm = Swarm(plan=plan(12, 3))
+    counted: list[int] = []
+
+    async def act(swarm: Swarm) -> None:
+        member, leader = swarm.members["r1.0"], swarm.leader
+        assert leader is not None
+        server = member.server
+        assert server is not None
+        await until(lambda: server.parts.ledger.step == 1 and len(server.parts.ledger.counted) > 1)
+        usual = member.links.methods["reset"]
+
+        async def reset(channel: Channel, message: Message) -> Message | None:
+            member.links.methods["reset"] = usual
+            counted.extend(server.parts.ledger.counted)
+            swarm.computes["r1.0"].failing[Kind.UPDATE] += raises
+            swarm.later(0.0, channel.end, "its leader died")
+            swarm.later(0.0, swarm.kill_trainer, LEADER, 1.0)
+            return await usual.handle(channel, message)
+
+        member.links.methods["reset"] = replace(usual, handle=reset)
+        leader.expel(leader.step, "r1.0#1", "a test")
+
+    assert during(swarm, act)["sha256"] == baseline(3, 12)[0]
+    assert counted
+    assert len(swarm.chronicle.terms) == 2
 
 
 def test_a_reset_that_is_refused_is_answered_with_the_record() -> None:
