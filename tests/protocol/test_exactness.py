@@ -182,11 +182,16 @@ def test_what_is_rounded_does_not_depend_on_replicas_or_failures(seed: int | Non
 
 @pytest.mark.parametrize("codec", ["float16", "bfloat16", "int8"])
 def test_gradient_codecs_train_and_replicas_stay_equal(codec: str) -> None:
-    """I5 with rounded gradients: the fingerprints of twins are compared at every commit."""
-    _, results = baseline()
+    """I5 with rounded gradients: no round is repeated for twins that disagree, and nobody is sent
+    for another state, which would make them equal too."""
+    exact, results = baseline()
     swarm = Swarm(gradients=codec, faults=[Fault("counted", "kill", replica="r1.1")])
-    swarm.run()
+    assert swarm.run()["sha256"] != exact, "gradients are not rounded"
     assert swarm.fired
+    points = {point for _, _, point, _ in swarm.events}
+    assert not points & {"round_failed", "diverged", "failed"}
+    expelled = {told["replica"] for _, _, point, told in swarm.events if point == "expelled"}
+    assert expelled == {"r1.1#1"}
     losses = [result.loss for result in swarm.results]
     assert losses == pytest.approx([result.loss for result in results], rel=2e-2)
 
