@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peer.averaging import Averaging, Prepared
+from peer.orders import read_shares
 from swarm.averaging.plan import (
     FIRST_ELEMENTS,
+    MAX_SHARE,
     balanced_shares,
     chunk_sizes,
     link_rates,
@@ -164,3 +167,43 @@ def test_the_leader_learns_links_round_by_round() -> None:
     for odd in (None, [-1, 0, 0], [0.5], ["x"], [1 << 63], [0] * 1025):
         with pytest.raises(WireError):
             Prepared([], 0.0).note_rates("a", {"rates": odd})
+
+
+@pytest.mark.parametrize("shares", [[1, 1, 1], [0, 0, 1], [MAX_SHARE] * 3], ids=str)
+def test_shares_of_an_order_make_a_plan(shares: list[int]) -> None:
+    """The bounds of what `read_shares` lets through, the smallest and the largest of it."""
+    assert read_shares(shares, 3) == shares
+    assert make_plan(["a", "b", "c"], 1000, "float64", shares=shares).bounds[-1] == 1000
+
+
+ODD_SHARES = {
+    "no list": 3,
+    "text": "111",
+    "bytes": b"111",
+    "a map": {0: 1, 1: 1, 2: 1},
+    "empty": [],
+    "too few": [1, 1],
+    "too many": [1, 1, 1, 1],
+    "no number": [1, 1, None],
+    "text in it": [1, 1, "1"],
+    "a list in it": [1, 1, [1]],
+    "a boolean": [1, 1, True],
+    "a fraction": [1, 1, 0.5],
+    "a whole float": [1, 1, 1.0],
+    "not a number": [1, 1, math.nan],
+    "infinite": [1, 1, math.inf],
+    "negative": [1, 1, -1],
+    "negative, of a good sum": [2, 2, -1],
+    "nobody sums": [0, 0, 0],
+    "just too large": [MAX_SHARE, MAX_SHARE, MAX_SHARE + 1],
+    "64 bits": [0, 1, (1 << 63) - 1],
+    "more than 64 bits": [0, 1, 1 << 200],
+}
+
+
+@pytest.mark.parametrize("shares", ODD_SHARES.values(), ids=ODD_SHARES)
+def test_shares_of_an_order_that_make_no_plan_are_refused(shares: object) -> None:
+    """As nonsense of whoever sent it, before a round begins (I8)."""
+    with pytest.raises(WireError):
+        read_shares(shares, 3)
+    assert read_shares(None, 3) is None, "evenly"
