@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from swarm.model.export import export_model
 from swarm.model.hf_config import inline_config
 from swarm.model.huggingface import HuggingFacePipeline, HuggingFaceStage, token_loss
 from swarm.model.subspace import Basis, orthonormal
+from swarm.wire.boundaries import BoundaryCodecs
 from tests.protocol.simulated import OPTIMIZER, Fault, Swarm, plan
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
@@ -182,3 +184,44 @@ def test_a_swarm_that_loses_a_replica_ends_as_one_process() -> None:
     swarm.pipeline = a_pipeline(stages=3, recompute=True)
     assert swarm.run()["sha256"] == whole.report()["sha256"]
     assert swarm.fired
+
+
+def recommended(monkeypatch: pytest.MonkeyPatch, **more: Any) -> Swarm:
+    """What docs/results.md recommends for homes, rounded stochastically."""
+    nesterov = SimpleNamespace(**{**vars(OPTIMIZER), "nesterov": True})
+    monkeypatch.setattr("tests.protocol.simulated.OPTIMIZER", nesterov)
+    codecs = BoundaryCodecs("int4", "int4", seed=5)
+    swarm = Swarm(batches=Batches(), policy="delayed", ahead=1, codecs=codecs, **more)
+    swarm.pipeline = a_pipeline(stages=3, recompute=True)
+    return swarm
+
+
+def a_death() -> Fault:
+    return Fault("counted", "kill", replica="r1.1", step=1, count=2)
+
+
+def test_the_recommended_setting_ends_as_without_replicas_and_faults(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All of it together: `r` alone in int4, one step stale, answers evicted, a replica lost."""
+    alone = recommended(monkeypatch, replicas=(1, 1, 1)).run()["sha256"]
+    swarm = recommended(monkeypatch, kept_bytes=1, faults=[a_death()])
+    assert swarm.run()["sha256"] == alone
+    assert swarm.fired
+    assert swarm.evictions()
+
+
+def test_the_recommended_setting_with_rounded_gradients_keeps_replicas_equal(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is rounded in the all-reduce depends on who counted what, so the end is another one; but
+    twins end alike (`Swarm.hashes`), without ever having been told to become so."""
+    swarm = recommended(monkeypatch, kept_bytes=1, gradients="int8", faults=[a_death()])
+    swarm.run()
+    assert swarm.fired
+    assert swarm.evictions()
+    assert not {point for _, _, point, _ in swarm.events} & {"round_failed", "diverged", "failed"}
+    expelled = {told["replica"] for _, _, point, told in swarm.events if point == "expelled"}
+    assert expelled == {"r1.1#1"}
+    losses = [result.loss for result in swarm.results]
+    assert losses == pytest.approx([math.log(256)] * 3, rel=1e-2), "random bytes teach nothing"
