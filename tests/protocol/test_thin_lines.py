@@ -1,4 +1,4 @@
-"""What makes a swarm quick on thin lines, in a whole swarm: who sums how much.
+"""What makes a swarm quick on thin lines, in a whole swarm: who sums how much, and bytes counted.
 
 The all-reduce alone is in `test_all_reduce.py`, codecs under faults are in `test_exactness.py`, the
 setting that is recommended for homes is in `tests/unit/test_subspace.py`.
@@ -6,19 +6,27 @@ setting that is recommended for homes is in `tests/unit/test_subspace.py`.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 from torch import nn
 
 from peer.baseline import Baseline
+from peer.members import Traffic
 from swarm.averaging.all_reduce import GroupAllReduce
 from swarm.averaging.progress import Rates
 from swarm.model.custom import CustomPipeline, Pipeline
+from swarm.wire.boundaries import BoundaryCodecs
+from swarm.wire.codecs import WireTensor
+from swarm.wire.frames import encode_frame
 from tests.protocol.simulated import OPTIMIZER, Swarm, TinyBatches, plan
 from tests.protocol.tiny import TINY, Block
+
+# ---- who sums how much ---------------------------------------------------------------------------
 
 WIDE = Pipeline(
     layers={
@@ -93,3 +101,49 @@ def test_the_sums_spare_a_thin_line(
         ]
         took.append(max(at) - min(at))
     assert max(took[1:]) == pytest.approx(takes * took[0], rel=0.1), took
+
+
+# ---- bytes ---------------------------------------------------------------------------------------
+
+
+class Confirmed(Swarm):
+    """Ends when the leader has heard of the last commit, too, what each has sent until then."""
+
+    async def settle(self) -> None:
+        await super().settle()
+        await asyncio.sleep(1.0)
+        assert self.leader is not None
+        assert {each.confirmed for each in self.leader.members} == {self.leader.next_step}
+
+
+def test_the_bytes_reported_are_those_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For each boundary and direction, before and after a codec of its own. 32 float32 values cross
+    for each microbatch: to int8 and int4 a part of a block of 64, which is filled up."""
+    sent: Counter[str] = Counter()
+
+    def encode(header: Mapping[str, Any], tensors: Sequence[WireTensor] = ()) -> list[Any]:
+        for tensor in tensors:
+            sent[tensor.meta.codec] += len(tensor.data)
+        return encode_frame(header, tensors)
+
+    monkeypatch.setattr("swarm.net.channel.encode_frame", encode)
+    codecs = BoundaryCodecs("int8", "bfloat16", {1: ("float16+zstd", "int4")})
+    swarm, told = Confirmed(codecs=codecs), {}
+
+    def note() -> None:
+        assert swarm.leader is not None
+        told.update({stage: swarm.leader.traffic(stage) for stage in range(3)})
+
+    swarm.at_end = note
+    swarm.run(3)
+    crossings = 3 * swarm.plan.num_microbatches
+    raw = crossings * 32 * 4
+    assert told == {
+        0: Traffic(sent["int8"], raw, 0, 0),
+        1: Traffic(sent["float16+zstd"], raw, sent["bfloat16"], raw),
+        2: Traffic(0, 0, sent["int4"], raw),
+    }
+    assert sent["int8"] == crossings * (64 + 2)
+    assert sent["bfloat16"] == crossings * 32 * 2
+    assert sent["int4"] == crossings * (32 + 2)
+    assert 0 < sent["float16+zstd"] < raw
