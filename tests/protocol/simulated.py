@@ -142,6 +142,7 @@ class Swarm:
     chunk: int | None = None  # elements of a state that donors give at once; None: as usual
     policy: str = "exact"
     ahead: int = ALL  # with the delayed policy
+    optimizer: Any = field(default_factory=lambda: OPTIMIZER)
 
     def __post_init__(self) -> None:
         self.context = contextvars.copy_context()  # of no process
@@ -323,7 +324,7 @@ class Swarm:
             self.pipeline,
             compute,
             POLICIES[self.policy](reducer, self.gradients, self.plan.ahead),
-            OPTIMIZER,
+            self.optimizer,
             self.trainer_ids,
             find_leader,
             stage=stage,
