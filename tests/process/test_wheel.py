@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from configparser import ConfigParser
 from pathlib import Path
 
 import pytest
+
+from tests.process.forks import toml
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = {"swarm", "peer", "web"}
@@ -63,11 +66,16 @@ def test_the_scripts_and_requirements_are_named(wheel: Path) -> None:
     assert all("extra ==" in line for line in libp2p), "libp2p must stay optional"
 
 
-def test_installed_alone_it_runs(wheel: Path, tmp_path: Path) -> None:
-    """In a directory of its own, away from the sources: a file left out of the wheel shows here."""
-    site = tmp_path / "site"
+@pytest.fixture(scope="module")
+def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel in a directory of its own, away from the sources: what it lacks shows there."""
+    place = tmp_path_factory.mktemp("installed") / "site"
     pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "install")
-    run(*pip, "--no-deps", "--no-index", "--target", str(site), str(wheel), cwd=tmp_path)
+    run(*pip, "--no-deps", "--no-index", "--target", str(place), str(wheel), cwd=place.parent)
+    return place
+
+
+def test_installed_alone_it_runs(site: Path, tmp_path: Path) -> None:
     code = """
 import importlib.metadata, pathlib, swarm, peer
 from swarm.config import parse_toml
@@ -82,6 +90,45 @@ for entry in importlib.metadata.distribution("swarm-parallel").entry_points:
     assert len(said[1]) == 32
     assert {"swarm", "swarm-peer"} <= {path.name for path in (site / "bin").iterdir()}
     run(sys.executable, str(site / "bin" / "swarm"), "--help", cwd=tmp_path, PYTHONPATH=str(site))
+
+
+def test_installed_alone_it_writes_a_run_and_trains(site: Path, tmp_path: Path) -> None:
+    """Help and imports show no module that a command imports when it is already at work."""
+
+    def swarm(*args: str) -> str:
+        command = (sys.executable, str(site / "bin" / "swarm"), *args)
+        homes = {name: str(tmp_path / name) for name in ("XDG_DATA_HOME", "XDG_CACHE_HOME")}
+        return run(*command, cwd=tmp_path, PYTHONPATH=str(site), **homes)
+
+    swarm("init", "first.toml")
+    assert "[model.config]" in (tmp_path / "first.toml").read_text()
+    tiny = toml(tmp_path / "tiny.toml", steps=9)
+    said = swarm("baseline", str(tiny), "--steps", "1", "--device", "cpu", "--report", "report")
+    lines = [json.loads(line) for line in (tmp_path / "report").read_text().splitlines()]
+    assert [line.get("step") for line in lines[:-1]] == [0]
+    assert f"1 steps, sha256 {lines[-1]['sha256']}" in said
+
+
+def test_installed_alone_it_shows_the_page(site: Path, tmp_path: Path) -> None:
+    """All that the page names, as `swarm dashboard` serves it."""
+    code = """
+import pathlib, re, web
+from fastapi.testclient import TestClient
+from web.app import create_app
+from web.board import Board
+from web.broadcast import Broadcast
+from web.store import Store
+print(pathlib.Path(web.__file__).parent)
+with TestClient(create_app(Board(Store(":memory:"), "0" * 32), Broadcast())) as client:
+    page = client.get("/")
+    assert page.status_code == 200, page.text
+    for name in re.findall(r'(?:src|href)="(static/[^"]+)"', page.text):
+        assert client.get("/" + name).status_code == 200, name
+        print(name.partition("?")[0])
+"""
+    said = run(sys.executable, "-c", code, cwd=tmp_path, PYTHONPATH=str(site)).splitlines()
+    assert said[0] == str(site / "web")
+    assert {"static/style.css", "static/app.js"} <= set(said[1:])
 
 
 def test_nothing_imports_a_top_level_examples() -> None:
