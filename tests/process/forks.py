@@ -199,12 +199,24 @@ def command(arguments: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -
 
 
 def toml(
-    path: Path, *, steps: int, stages: int = 3, extra: str = "", text: Sequence[str] = ()
+    path: Path,
+    *,
+    steps: int,
+    stages: int = 3,
+    extra: str = "",
+    text: Sequence[str] = (),
+    wire: str = 'activations = "float32"',
+    subspace: int | None = None,
 ) -> Path:
-    """Write a run.toml of a small GPT-2 with dropout, exact, and its text; returns its path."""
+    """Write a run.toml of a small GPT-2 with dropout, exact, and its text; returns its path.
+
+    `wire` are lines of [wire]. What is dropped would leave a `subspace`: without dropout there.
+    """
     source = path.parent / "corpus.txt"
     source.write_text("\n".join(text) or "the quick brown fox jumps over the lazy dog\n" * 3000)
-    path.write_text(TOML.format(source=source, steps=steps, stages=stages) + extra)
+    narrow, dropout = (f"subspace = {subspace}", 0.0) if subspace else ("", 0.1)
+    values = {"steps": steps, "stages": stages, "subspace": narrow, "dropout": dropout}
+    path.write_text(TOML.format(source=source, wire=wire, **values) + extra)
     return path
 
 
@@ -214,6 +226,7 @@ name = "small"
 seed = 3
 [model]
 stages = {stages}
+{subspace}
 [model.config]
 model_type = "gpt2"
 n_embd = 32
@@ -221,9 +234,9 @@ n_layer = 6
 n_head = 2
 n_positions = 32
 vocab_size = 256
-resid_pdrop = 0.1
-embd_pdrop = 0.1
-attn_pdrop = 0.1
+resid_pdrop = {dropout}
+embd_pdrop = {dropout}
+attn_pdrop = {dropout}
 tie_word_embeddings = false
 [data]
 source = "text"
@@ -236,7 +249,7 @@ microbatch_size = 2
 steps = {steps}
 warmup_steps = 1
 [wire]
-activations = "float32"
+{wire}
 gradients = "float32"
 [update]
 accumulate = "float64"
