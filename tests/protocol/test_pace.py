@@ -59,6 +59,44 @@ def test_without_faults_only_filling_and_draining_is_lost() -> None:
     assert statistics.mean(Paced().seconds_of_steps()) < 1.06 * IDEAL_S
 
 
+@pytest.mark.parametrize("share", [0.8, 1.25], ids=["kernels_longer", "wires_longer"])
+def test_sending_overlaps_with_computing(share: float) -> None:
+    """Two stages of one replica; a microbatch is on the wire, each way, for `share` of the time
+    that its kernels take. A step takes what the slower of the two takes, not both."""
+    microbatches, steps, kernels_s = 32, 5, 0.03 + 0.06
+    links = (("r0.0", "r1.0"), ("r1.0", "r0.0"))
+
+    class Thin(Swarm):
+        """Its links are made thin after the first step, which shows what a microbatch weighs."""
+
+        def on_probe(self, who: str, point: str, facts: dict) -> None:
+            super().on_probe(who, point, facts)
+            if (point, facts.get("step")) == ("record", 0):
+                for link in links:
+                    bits = 8 * sent[link] / microbatches
+                    self.network.rates[link] = bits / (share * kernels_s)
+                sent.clear()
+
+    sent: Counter[tuple[str, str]] = Counter()  # bytes, since the first step
+    swarm = Thin(2, (1, 1), plan=plan(microbatches, steps), seconds=(0.03, 0.06))
+    usual = swarm.network.transmit
+
+    def transmit(source: str, target: str, num_bytes: int, now: float) -> float:
+        sent[source, target] += num_bytes
+        return usual(source, target, num_bytes, now)
+
+    swarm.network.transmit = transmit  # type: ignore[method-assign]
+    assert swarm.run(steps)["sha256"] == baseline(steps, microbatches)[0]
+    # Of whatever comes last, one more: the other stage, or the way back.
+    computing_s, sending_s = (microbatches + 1) * kernels_s, (microbatches + 1) * share * kernels_s
+    for link in links:
+        busy_s = 8 * sent[link] / swarm.network.rates[link] / (steps - 1)
+        assert busy_s == pytest.approx(microbatches * share * kernels_s, rel=0.05)
+    # In the first step with thin links too few are under way: it shows how many it takes.
+    step_s = statistics.mean(result.wall_s for result in swarm.results[2:])
+    assert step_s <= 1.15 * max(computing_s, sending_s) < computing_s + sending_s
+
+
 def test_after_a_death_and_a_join_steps_are_as_quick_as_before() -> None:
     """Whoever was ahead when the joiner came is not short of work in every step from then on."""
     swarm = Paced(Fault("counted", "kill", replica="r1.1", step=2, count=8, duration_s=2.0))
