@@ -13,9 +13,11 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
@@ -24,6 +26,7 @@ from peer.cli.peer_program import peer_app
 from peer.cli.swarm_program import app
 from peer.run_peer import Speaker
 from swarm.errors import StorageError
+from swarm.model.hf_carve import ForeignLayer, Reached
 from swarm.net.directory import DhtDirectory
 from swarm.net.identity import load_identity
 from swarm.net.libp2p import Libp2pTransport
@@ -97,6 +100,38 @@ def test_bad_run_toml(tmp_path: Path, text: str, said: str) -> None:
 
 def test_a_model_that_cannot_be_cut(tmp_path: Path) -> None:
     assert "stages" in fails(CONFIG, "baseline", toml(tmp_path / "run.toml", steps=1, stages=99))
+
+
+@pytest.mark.parametrize("command", ["train", "up", "baseline"])
+@pytest.mark.parametrize(
+    ("family", "said"),
+    [("t5gemma", "is an encoder-decoder")],
+)
+def test_a_family_that_cannot_be_cut(tmp_path: Path, command: str, family: str, said: str) -> None:
+    """The reason is the family's, not that of whatever breaks first on the way to it."""
+    run = toml(tmp_path / "run.toml", steps=1)
+    before, _, rest = run.read_text().partition("[model.config]\n")
+    rest = rest[rest.index("[data]") :]
+    run.write_text(f'{before}[model.config]\nmodel_type = "{family}"\n{rest}')
+    line = fails(CONFIG, command, run)
+    assert family in line
+    assert said in line
+    assert not (tmp_path / "runs").exists(), "nothing was started"
+
+
+def test_a_cut_that_changes_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever starts a run proves of its family that the cut is right; here it is not."""
+
+    def ignore_source(self: ForeignLayer, hidden_states: Tensor, *args: object, **_: object) -> Any:
+        if self.role == "sink":
+            raise Reached(hidden_states)
+        return hidden_states
+
+    monkeypatch.setattr(ForeignLayer, "forward", ignore_source)
+    line = fails(CONFIG, "baseline", toml(tmp_path / "run.toml", steps=1))
+    assert line.startswith("gpt2 cannot be cut into stages: ")
+    assert line.endswith(" - use another model, or [model] stages = 1")
+    assert not (tmp_path / "runs").exists(), "nothing was started"
 
 
 def test_files_that_are_not_there_or_there_already(tmp_path: Path) -> None:
