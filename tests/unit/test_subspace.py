@@ -24,6 +24,8 @@ from swarm.model.subspace import Basis, orthonormal
 from swarm.wire.boundaries import BoundaryCodecs
 from tests.protocol.simulated import OPTIMIZER, Fault, Swarm, plan
 
+torch.set_num_threads(1)  # as in tests/protocol: threads that share busy cores wait for each other
+
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4,
          "num_attention_heads": 4, "max_position_embeddings": 32}  # fmt: skip
 EXPERTS = {"num_hidden_layers": 5, "num_key_value_heads": 4, "moe_intermediate_size": 32}
