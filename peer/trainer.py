@@ -99,9 +99,9 @@ class Trainer(Generic[T]):
                 if order is not None:
                     await asyncio.sleep(self._random.uniform(*ORDER_AGAIN_S))
                 continue
-            except DataError as error:
+            except SwarmError as error:
                 await leader.aclose()
-                if order is self._ordered:
+                if order is self._ordered or not isinstance(error, DataError):
                     raise
                 log.info("no going back: %s", error)  # the next term says so, if nothing changes
                 self._stand_aside(isinstance(error, AwayError))
