@@ -103,19 +103,15 @@ def test_a_model_that_cannot_be_cut(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["train", "up", "baseline"])
-@pytest.mark.parametrize(
-    ("family", "said"),
-    [("t5gemma", "is an encoder-decoder")],
-)
-def test_a_family_that_cannot_be_cut(tmp_path: Path, command: str, family: str, said: str) -> None:
+def test_a_family_that_cannot_be_cut(tmp_path: Path, command: str) -> None:
     """The reason is the family's, not that of whatever breaks first on the way to it."""
     run = toml(tmp_path / "run.toml", steps=1)
     before, _, rest = run.read_text().partition("[model.config]\n")
     rest = rest[rest.index("[data]") :]
-    run.write_text(f'{before}[model.config]\nmodel_type = "{family}"\n{rest}')
+    run.write_text(f'{before}[model.config]\nmodel_type = "t5gemma"\n{rest}')
     line = fails(CONFIG, command, run)
-    assert family in line
-    assert said in line
+    assert "t5gemma" in line
+    assert "is an encoder-decoder" in line
     assert not (tmp_path / "runs").exists(), "nothing was started"
 
 

@@ -827,6 +827,12 @@ async def stranger(swarm: Swarm, name: str, target: str) -> tuple[Links, Channel
     return links, await links.channel(target)
 
 
+async def is_refused(channel: Channel, method: str, body: dict[str, Any]) -> None:
+    with pytest.raises(CallFailedError, match="trainers") as refused:
+        await channel.call(method, body)
+    assert refused.value.kind == "refused"
+
+
 def test_only_a_trainer_gives_orders() -> None:
     async def act(swarm: Swarm) -> None:
         links, channel = await stranger(swarm, "mallory", "r1.0#1")
@@ -841,9 +847,7 @@ def test_only_a_trainer_gives_orders() -> None:
                 ("abort", {"ballot": ballot}),
                 ("commit", {"term": term, "record": leader.record.pack()}),  # type: ignore[union-attr]
             ):
-                with pytest.raises(CallFailedError, match="trainers") as refused:
-                    await channel.call(method, body)
-                assert refused.value.kind == "refused"
+                await is_refused(channel, method, body)
         await links.aclose()
 
     swarm = Swarm()
@@ -888,9 +892,7 @@ def test_only_a_trainer_sends_a_replica_home_or_for_another_state() -> None:
             ("refetch", {"term": [0, 99, "mallory#1"]}),
             ("roster", {"roster": {"r2.0#1": ["elsewhere"]}}),
         ):
-            with pytest.raises(CallFailedError, match="trainers") as refused:
-                await channel.call(method, body)
-            assert refused.value.kind == "refused"
+            await is_refused(channel, method, body)
         await links.aclose()
 
     swarm = Swarm()
