@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from peer.calls import count, names
@@ -30,6 +31,7 @@ from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tens
 from swarm.net.links import Links, peer_of
 from swarm.optim import OptimizerSettings
 from swarm.placement import estimate_memory, least_slots, slots_that_fit
+from swarm.tasks import as_answered
 from swarm.terms import Record
 from swarm.wire.boundaries import LOSSLESS, BoundaryCodecs
 
@@ -38,6 +40,7 @@ RETRY_S = (0.2, 30.0)  # first and longest pause between attempts to find the le
 # A pause is at most this share of the time without a leader: whoever starts again within a quarter
 # of a minute has its replicas back while it still waits for what they have counted (`ADOPT_S`).
 RETRY_SHARE = 0.15
+OTHERS_S = 1.0  # for other trainers to answer after one; a dial goes on, for the next attempt
 
 
 class Member:
@@ -151,19 +154,30 @@ class Member:
     async def _find_and_join(self) -> tuple[Channel, Mapping[str, Any]]:
         """Join with the first trainer that leads; the others say that they do not.
 
-        Returns the channel to it and where the run stands.
+        All are dialled at once: one that is frozen or cut off keeps nobody waiting. Returns the
+        channel to the leader and where the run stands.
         """
         failure: SwarmError = RefusedError("no trainer is known")
-        for name, addresses in await self._find_leader():
-            if peer_of(name) not in self.trainers:
-                continue
-            try:
-                channel = await self.links.channel(name, addresses)
-                return channel, await self._join(channel)
-            except JoinError:
-                raise
-            except SwarmError as error:
-                failure = error
+        dials = [
+            self.links.channel(name, addresses)
+            for name, addresses in await self._find_leader()
+            if peer_of(name) in self.trainers
+        ]
+        async with aclosing(as_answered(dials, OTHERS_S)) as answers:
+            async for dial in answers:
+                try:
+                    channel = dial.result()
+                except SwarmError as error:  # of one that cannot lead us; another may
+                    failure = failure if isinstance(failure, JoinError) else error
+                    continue
+                try:
+                    return channel, await self._join(channel)
+                except JoinError:
+                    raise
+                except SwarmError as error:
+                    failure = failure if isinstance(failure, JoinError) else error
+        if isinstance(failure, JoinError):
+            raise failure
         raise RefusedError(f"no leader answers: {failure}")
 
     async def _join(self, channel: Channel) -> Mapping[str, Any]:

@@ -57,7 +57,8 @@ from swarm.words import clean, mapping
 log = logging.getLogger(__name__)
 ANNOUNCE_S = 20.0
 ANNOUNCEMENT_TTL_S = 60.0
-LOOK_S = 10.0  # between two looks for peers that have not come back
+COME_S = 1.0  # in which peers come back by themselves
+LOOK_S = 10.0  # between two looks for those that have not
 STATUS_S = 0.5
 FAREWELL_S = 3.0
 
@@ -435,11 +436,12 @@ class LeaderProcess:
     ) -> None:
         """As long as nobody has come: enter the directory of those who were here last."""
         while known.addresses:
+            await asyncio.sleep(COME_S)
             if trainer.leader is not None and not trainer.leader.members.by_name:
                 with contextlib.suppress(SwarmError):
                     await node.directory.add_peers(known.addresses)
                     await self._publish(node)
-            await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(LOOK_S)
 
     async def _keep_status(self, trainer: Trainer[dict[str, Any]], known: KnownPeers) -> None:
         while True:

@@ -1,10 +1,10 @@
-"""A set of background tasks that belong to one object and end with it."""
+"""Background tasks that belong to one object and end with it; calls made at once."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -48,3 +48,29 @@ class TaskSet:
         await asyncio.gather(
             *(task for task in list(self._tasks) if task is not current), return_exceptions=True
         )
+
+
+async def as_answered(
+    calls: Iterable[Coroutine[Any, Any, T]], patience_s: float
+) -> AsyncGenerator[asyncio.Task[T], None]:
+    """Make calls at once; their tasks in the order in which they end.
+
+    After each the others have `patience_s` seconds more. What has not ended by then, or when the
+    generator is closed, is cancelled.
+    """
+    waiting = [asyncio.create_task(call) for call in calls]
+    timeout = None
+    try:
+        while waiting:
+            await asyncio.wait(waiting, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            ended = [task for task in waiting if task.done()]
+            if not ended:
+                return
+            for task in ended:
+                waiting.remove(task)
+                yield task
+            timeout = patience_s
+    finally:
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)

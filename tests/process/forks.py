@@ -7,15 +7,22 @@ or by waiting for something. What a test started is killed when it ends (`end_al
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
+import socket
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from peer import local_process
 from peer.local_process import Child, ForkServer
+from peer.local_server import _serve
 from peer.local_warm_up import server_environment
 
 if TYPE_CHECKING:
@@ -192,10 +199,58 @@ def command(arguments: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -
         enter(arguments["namespace"])
     torch.set_num_threads(1)
     program, *args = arguments["args"]
+    if args[0] == "up":
+        local_process.subprocess = SimpleNamespace(  # type: ignore[assignment]
+            Popen=_ForkedServer().start,
+            DEVNULL=subprocess.DEVNULL,
+            TimeoutExpired=subprocess.TimeoutExpired,
+        )
     sys.argv = [program, *args]
     app = swarm_app if program == "swarm" else peer_app
     app(list(args), prog_name=program)
     return 0
+
+
+class _ForkedServer:
+    """In place of the interpreter that `swarm up` starts for a fork server: a fork of this one,
+    which has imported everything already. Made while there is no other thread, and waits."""
+
+    def __init__(self) -> None:
+        self._ours, theirs = socket.socketpair()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                self._become_server(theirs)
+            finally:
+                os._exit(0)
+        theirs.close()
+
+    def _become_server(self, theirs: socket.socket) -> None:
+        self._ours.close()
+        environment, (descriptor,), _, _ = socket.recv_fds(theirs, 1 << 16, 1)
+        theirs.close()
+        os.setsid()
+        os.environ.update(json.loads(environment))
+        with open(os.devnull, "r+b") as null:
+            for standard in range(3):
+                os.dup2(null.fileno(), standard)
+        _serve(descriptor)
+
+    def start(
+        self, args: Sequence[str], *, env: dict[str, str], pass_fds: list[int], **_: Any
+    ) -> _ForkedServer:
+        socket.send_fds(self._ours, [json.dumps(env).encode()], pass_fds)
+        return self
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait(self, timeout: float = LIMIT_S) -> None:
+        deadline = time.monotonic() + timeout
+        while os.waitpid(self.pid, os.WNOHANG) == (0, 0):
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("the fork server", timeout)
+            time.sleep(0.01)
 
 
 def toml(
@@ -203,6 +258,7 @@ def toml(
     *,
     steps: int,
     stages: int = 3,
+    layers: int = 3,
     extra: str = "",
     text: Sequence[str] = (),
     wire: str = 'activations = "float32"',
@@ -215,7 +271,8 @@ def toml(
     source = path.parent / "corpus.txt"
     source.write_text("\n".join(text) or "the quick brown fox jumps over the lazy dog\n" * 3000)
     narrow, dropout = (f"subspace = {subspace}", 0.0) if subspace else ("", 0.1)
-    values = {"steps": steps, "stages": stages, "subspace": narrow, "dropout": dropout}
+    values = {"steps": steps, "stages": stages, "layers": layers}
+    values |= {"subspace": narrow, "dropout": dropout}
     path.write_text(TOML.format(source=source, wire=wire, **values) + extra)
     return path
 
@@ -230,7 +287,7 @@ stages = {stages}
 [model.config]
 model_type = "gpt2"
 n_embd = 32
-n_layer = 6
+n_layer = {layers}
 n_head = 2
 n_positions = 32
 vocab_size = 256

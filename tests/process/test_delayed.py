@@ -41,7 +41,7 @@ def test_a_replica_is_killed_then_all_are_and_the_run_goes_on_with_another_cut(
     assert any(each["event"] == "left" for each in runs.events("one"))
 
     assert runs.run_in(config, "two", {0: 1, 1: 1, 2: 1}, kill_at=4) is None
-    other = recut(config, (2, 4))
+    other = recut(config, (1, 2))
     report = runs.run_in(other, "three", {0: 2, 1: 1}, resume=tmp_path / "two")
     assert report is not None
     assert report["sha256"] == expected

@@ -113,7 +113,9 @@ def recut(config: RunConfig, cut: tuple[int, ...]) -> RunConfig:
 def test_a_hugging_face_model_with_dropout(swarms: Swarms, tmp_path: Path) -> None:
     """Three stages of two replicas, another cut, other replica counts: the same weights, and the
     same loss on data that is not trained on."""
-    config = swarms.config(toml(tmp_path / "run.toml", steps=50)).model_copy(update=VALIDATED)
+    config = swarms.config(toml(tmp_path / "run.toml", steps=50, layers=6)).model_copy(
+        update=VALIDATED
+    )
     expected, losses = oracle(config, STEPS, swarms.cache)
     assert swarms.train(config, {0: 2, 1: 2, 2: 2})["sha256"] == expected
     assert len(losses) == STEPS // 2
@@ -141,7 +143,7 @@ def test_killed_replicas_and_a_late_joiner(swarms: Swarms, tmp_path: Path) -> No
     """A replica is killed, another joins late, and then carries its stage alone."""
     steps = 30
     join: list[Any] = []
-    config = swarms.config(toml(tmp_path / "run.toml", steps=50))
+    config = swarms.config(toml(tmp_path / "run.toml", steps=50, layers=6))
     expected = baseline(config, steps, swarms.cache)
 
     def act(swarm: LocalSwarm, step: int) -> None:

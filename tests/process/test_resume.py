@@ -98,7 +98,7 @@ def test_all_are_killed_and_resume_with_other_counts_or_another_cut(
     assert [path.name for path in (tmp_path / "one" / "checkpoints").iterdir()] == ["step-3"]
 
     # Another cut is another file: a new run, which says where it comes from.
-    other = recut(config, (2, 4))
+    other = recut(config, (1, 2))
     report = runs.run_in(other, "two", {0: 2, 1: 1}, resume=tmp_path / "one")
     assert report is not None
     assert report["sha256"] == expected

@@ -15,7 +15,7 @@ import pytest
 from peer.calls import MicrobatchCall
 from peer.quorum import Quorum
 from swarm.ledger import Ledger
-from swarm.net.channel import CallFailedError
+from swarm.net.channel import SILENCE_S, CallFailedError
 from swarm.terms import Term
 from tests.protocol.simulated import Swarm, baseline, plan
 
@@ -107,15 +107,15 @@ class Deposed(Swarm):
     step is under way. It has not heard of it, and orders what it likes."""
 
     def __init__(self) -> None:
-        super().__init__(plan=plan(8, 3), trainer_ids=TRAINERS, leases=LEASES, seconds=(0.1, 0.2))
-        self.old = self.awake_at = None
+        super().__init__(plan=plan(24, 3), trainer_ids=TRAINERS, leases=LEASES, seconds=(0.1, 0.2))
+        self.old = self.frozen_at = self.awake_at = None
         self.ordering: asyncio.Task[None] | None = None
 
     def on_probe(self, who: str, point: str, facts: dict[str, Any]) -> None:
         super().on_probe(who, point, facts)
         if (who, point, facts.get("step")) == ("t0", "acknowledged", STEP) and self.old is None:
             assert self.leader is not None
-            self.old = self.leader.term
+            self.old, self.frozen_at = self.leader.term, self.loop.time()
             self.freeze("t0")
         counting = point == "counted" and facts["step"] == STEP and self.old is not None
         if counting and self.ordering is None and self.leader_of(who) != self.old:
@@ -164,7 +164,7 @@ class Deposed(Swarm):
             assert "succeeded" in decision.reason
 
     def train(self) -> None:
-        assert self.run(limit_s=200.0)["sha256"] == baseline(3, 8)[0]
+        assert self.run(limit_s=200.0)["sha256"] == baseline(3, 24)[0]
         assert self.ordering is not None, "nothing was injected"
         self.ordering.result()
         assert self.awake_at is not None
@@ -175,6 +175,16 @@ class Deposed(Swarm):
 
 def test_who_has_led_orders_nothing_any_more() -> None:
     Deposed().train()
+
+
+def test_a_frozen_trainer_keeps_nobody_from_the_next_leader() -> None:
+    """Replicas dial it as well, and it answers to none."""
+    swarm = Deposed()
+    swarm.train()
+    assert swarm.frozen_at is not None
+    came = [at for at, who, point, _ in swarm.events if (who, point) == ("t1", "joined")]
+    assert len(came) >= 6
+    assert sorted(came)[5] < swarm.frozen_at + SILENCE_S + 2.0
 
 
 def heeds_any(ledger: Ledger, term: Term) -> bool:
