@@ -24,6 +24,7 @@ def forks(_forks: Forks, tmp_path: Path) -> Iterator[Forks]:
     """Starts commands in `tmp_path`, with homes of their own; nothing of them is left after."""
     with tempfile.TemporaryDirectory(prefix="sl-", dir="/tmp") as short:
         _forks.cwd = tmp_path
+        _forks.constants = {}
         _forks.environment = {
             "XDG_DATA_HOME": str(tmp_path / "home"),
             "XDG_CACHE_HOME": str(tmp_path / "cache"),

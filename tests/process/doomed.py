@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from peer import witness
 from peer.local import LocalProcess
 from peer.witness import Witness
+from tests.process.paced import pace
 from tests.process.stoppable import Stoppable
 
 FATE = "fate"
@@ -73,6 +74,7 @@ def die(*_: Any, **__: Any) -> Any:
 
 
 def peer(arguments: Any, tell: Any) -> int:
+    pace()
     data_dir = Path(arguments["data_dir"])
     fate = (data_dir / FATE).read_text()
     if fate in PROBED:

@@ -7,6 +7,7 @@ or by waiting for something. What a test started is killed when it ends (`end_al
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from peer import local_process
 from peer.local_process import Child, ForkServer
 from peer.local_server import _serve
 from peer.local_warm_up import server_environment
+from tests.process.paced import pace
 
 if TYPE_CHECKING:
     from tests.process.lab import Host
@@ -97,13 +99,17 @@ class Command:
 
 
 class Forks:
-    """`environment` and `cwd` are those of commands; see the fixture `forks`."""
+    """`environment` and `cwd` are those of commands; see the fixture `forks`.
+
+    `constants` are values of "package.module:NAME" in them: waits that are long for a test.
+    """
 
     def __init__(self) -> None:
         self.runner = asyncio.Runner()
         self.server = _Server("tests.process.forks:preload", {}, environment=server_environment(1))
         self.environment: dict[str, str] = {}
         self.cwd = Path()
+        self.constants: dict[str, float] = {}
         self._count = 0
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
@@ -130,11 +136,22 @@ class Forks:
         """Of a lab's `host`; without one, of this machine."""
         return self._start(("swarm", *map(str, args)), host, environment)
 
-    def peer(self, *args: str | Path, host: Host | None = None, **environment: str) -> Command:
-        return self._start(("swarm-peer", *map(str, args)), host, environment)
+    def peer(
+        self,
+        *args: str | Path,
+        host: Host | None = None,
+        pace_s: float = 0.0,
+        **environment: str,
+    ) -> Command:
+        """`pace_s`: see `paced`."""
+        return self._start(("swarm-peer", *map(str, args)), host, environment, pace_s)
 
     def _start(
-        self, args: tuple[str, ...], host: Host | None, environment: dict[str, str]
+        self,
+        args: tuple[str, ...],
+        host: Host | None,
+        environment: dict[str, str],
+        pace_s: float = 0.0,
     ) -> Command:
         self._count += 1
         logs = self.cwd / ".logs"
@@ -150,6 +167,8 @@ class Forks:
                     "cwd": str(self.cwd),
                     "stderr": str(error_file),
                     "namespace": host.namespace if host else "",
+                    "constants": self.constants,
+                    "pace_s": pace_s,
                 },
                 log=logs / f"{self._count}.out",
                 environment={**self.environment, **environment},
@@ -198,6 +217,13 @@ def command(arguments: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -
 
         enter(arguments["namespace"])
     torch.set_num_threads(1)
+    for place, value in arguments["constants"].items():
+        module, _, name = place.partition(":")
+        constants = importlib.import_module(module)
+        assert hasattr(constants, name), place
+        setattr(constants, name, value)
+    if arguments["pace_s"]:
+        pace(arguments["pace_s"])
     program, *args = arguments["args"]
     if args[0] == "up":
         local_process.subprocess = SimpleNamespace(  # type: ignore[assignment]

@@ -17,6 +17,7 @@ from typing import Any
 from peer import witness
 from peer.local import LEADER, LocalSwarm
 from swarm.events import tail_events
+from tests.process.paced import pace
 from tests.protocol.faults import spoil_forward
 
 STOP = "stop"
@@ -26,7 +27,7 @@ WAIT_S = 60.0
 
 class Stoppable(LocalSwarm):
     leader_target = "tests.process.stoppable:leader"
-    peer_target = witness.WITNESSED_PEER
+    peer_target = "tests.process.stoppable:peer"
 
     def enough(self) -> None:
         """The leader ends after the step it trains."""
@@ -109,6 +110,11 @@ def leader(arguments: Any, tell: Any, **more: Any) -> int:
     return witness.leader(arguments, tell, StoppableLeader)
 
 
+def peer(arguments: Any, tell: Any) -> int:
+    pace()
+    return witness.peer(arguments, tell)
+
+
 def peer_with_failing_kernels(arguments: Any, tell: Any) -> int:
     from swarm.stage_state import StageState
 
@@ -124,7 +130,7 @@ def peer_with_failing_kernels(arguments: Any, tell: Any) -> int:
             return forward(self, *args)
 
         StageState.forward = failing  # type: ignore[method-assign]
-    return witness.peer(arguments, tell)
+    return peer(arguments, tell)
 
 
 def peer_that_resets(arguments: Any, tell: Any) -> int:
@@ -140,4 +146,4 @@ def peer_that_resets(arguments: Any, tell: Any) -> int:
                 stream.abort()
 
     Libp2pTransport.create = Reset.create  # type: ignore[method-assign]
-    return witness.peer(arguments, tell)
+    return peer(arguments, tell)

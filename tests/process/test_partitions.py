@@ -9,6 +9,7 @@ import pytest
 
 from tests.process.forks import Forks, toml
 from tests.process.lab import Lab, listen_in
+from tests.process.paced import PACE_S
 from tests.process.test_trainers import NAMES, Trainers
 
 pytestmark = pytest.mark.usefixtures("needs_root")
@@ -51,18 +52,21 @@ def test_a_cut_leaves_replicas_of_every_stage_on_both_sides(forks: Forks, tmp_pa
 
 def test_two_replicas_that_cannot_reach_each_other(forks: Forks, tmp_path: Path) -> None:
     """Microbatches find their way around: all four are in use, and nobody is sent away."""
-    run = toml(tmp_path / "run.toml", steps=60, stages=2)
+    run = toml(tmp_path / "run.toml", steps=30, stages=2)
     run.write_text(run.read_text().replace("microbatches = 6", "microbatches = 24"))
     with Lab("lan", 5) as lab:
         apart = lab.hosts[1], lab.hosts[4]
         lab.part(*apart)
         place = ("--dir", tmp_path / "run", "--report", tmp_path / "report.jsonl")
         leader = forks.swarm("train", run, *listen_in(lab.hosts[0]), *place, host=lab.hosts[0])
-        peers = []
-        for stage, host in zip("0101", lab.hosts[1:], strict=True):
-            options = ("--join", leader.link, *listen_in(host), "--stage", stage)
-            peers.append(forks.peer(*options, host=host))
-            peers[-1].says(f"serving stage {stage}")
+        peers = [
+            forks.peer(
+                *("--join", leader.link, *listen_in(host), "--stage", stage),
+                host=host,
+                pace_s=PACE_S,
+            )
+            for stage, host in zip("0101", lab.hosts[1:], strict=True)
+        ]
         for command in (leader, *peers):
             assert command.code() == 0, command
             assert command.err == "", command
@@ -75,4 +79,4 @@ def test_two_replicas_that_cannot_reach_each_other(forks: Forks, tmp_path: Path)
     final = json.loads((tmp_path / "report.jsonl").read_text().splitlines()[-1])
     baseline = forks.swarm("baseline", run)
     assert baseline.code() == 0, baseline
-    assert f"60 steps, sha256 {final['sha256']}" in baseline.out
+    assert f"30 steps, sha256 {final['sha256']}" in baseline.out

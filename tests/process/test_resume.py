@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from peer import local_entry, restoring
 from peer.local import LocalSwarm
 from swarm.config import RunConfig
 from swarm.errors import SwarmError
@@ -23,6 +24,17 @@ from tests.process.test_exact_real import Swarms, baseline, recut
 
 STEPS = 8
 EVERY = "[checkpoint]\nevery = 3\n"
+
+
+class Impatient(LocalSwarm):
+    """Its leader waits only a second for a stage that has lost its connections."""
+
+    leader_target = "tests.process.test_resume:impatient_leader"
+
+
+def impatient_leader(arguments: Any, tell: Any) -> int:
+    restoring.GRACE_S = 1.0
+    return local_entry.leader(arguments, tell)
 
 
 class Runs(Swarms):
@@ -37,6 +49,7 @@ class Runs(Swarms):
         steps: int = STEPS,
         resume: Path | None = None,
         kill_at: int | None = None,
+        kind: type[LocalSwarm] = LocalSwarm,
         script: Callable[[LocalSwarm, int], None] = lambda swarm, step: None,
     ) -> dict[str, Any] | None:
         """The report; None of a swarm whose processes are all killed after step `kill_at`.
@@ -52,7 +65,7 @@ class Runs(Swarms):
             script(swarm, step)
 
         async def main() -> dict[str, Any] | None:
-            swarm = LocalSwarm(
+            swarm = kind(
                 config,
                 self.where / name,
                 peers=peers,
@@ -143,7 +156,7 @@ def test_a_stage_is_lost_and_a_new_peer_takes_it_from_the_checkpoint(
             swarm.kill_peer("1b")
             joining.append(asyncio.create_task(swarm.add_peer(1)))
 
-    report = runs.run_in(config, "one", {0: 1, 1: 2, 2: 1}, script=script)
+    report = runs.run_in(config, "one", {0: 1, 1: 2, 2: 1}, kind=Impatient, script=script)
     assert report is not None
     assert report["sha256"] == expected
     events = runs.events("one")

@@ -15,6 +15,7 @@ import msgpack
 from swarm.net.identity import load_identity
 from tests.process.forks import Command, Forks, toml
 from tests.process.lab import Host, listen_in
+from tests.process.paced import PACE_S
 
 NAMES = ("one", "two", "three")
 
@@ -48,7 +49,11 @@ class Trainers:
         link = self.first.link
         self.others = {name: self.lead(name, "--join", link) for name in NAMES[1:]}
         self.peers = [
-            forks.peer("--join", link, *listen_in(host), "--stage", str(stage), host=host)
+            forks.peer(
+                *("--join", link, *listen_in(host), "--stage", str(stage)),
+                host=host,
+                pace_s=PACE_S,
+            )
             for host in dict.fromkeys(hosts)
             for stage in range(stages)
         ]
@@ -105,7 +110,7 @@ class Trainers:
 
 
 def test_another_trainer_finishes_what_a_killed_leader_began(forks: Forks, tmp_path: Path) -> None:
-    run = Trainers(forks, tmp_path, 25)
+    run = Trainers(forks, tmp_path, 12)
     run.first.says("step 3 ")
     run.first.signal(signal.SIGKILL)
     run.end(*run.others.values(), *run.peers)
@@ -119,6 +124,7 @@ def test_an_operator_goes_on_without_two_trainers_that_are_gone(
     forks: Forks, tmp_path: Path
 ) -> None:
     """Alone the third commits nothing; with `--accept-loss` it goes on from its checkpoint."""
+    forks.constants = {"peer.quorum:LOSS_S": 2.0}
     run = Trainers(forks, tmp_path, 12, "[checkpoint]\nevery = 2\n")
     run.first.says("step 4 ")
     for other in run.others.values():
@@ -143,7 +149,7 @@ def test_an_operator_goes_on_without_two_trainers_that_are_gone(
 
 def test_a_leader_that_was_frozen_stands_by_when_it_wakes(forks: Forks, tmp_path: Path) -> None:
     """It is refused by the others and by every replica: it commits nothing more."""
-    run = Trainers(forks, tmp_path, 60)
+    run = Trainers(forks, tmp_path, 30)
     run.first.says("step 3 ")
     run.first.signal(signal.SIGSTOP, daemons=True)
     forks.until(lambda: any(run.steps_of(name) for name in NAMES[1:]), "another that leads")
@@ -159,7 +165,7 @@ def test_a_leader_that_was_frozen_stands_by_when_it_wakes(forks: Forks, tmp_path
 def test_a_trainer_that_has_lost_its_disk_has_no_vote(forks: Forks, tmp_path: Path) -> None:
     """It has forgotten what it promised. With it and another alive nobody leads; with the leader
     of before, which has its disk, the run goes on."""
-    run = Trainers(forks, tmp_path, 80)
+    run = Trainers(forks, tmp_path, 40)
     run.others["three"].says("standing by: another trainer leads")
     disk = msgpack.unpackb(run.vote_of("three"))["disk"].encode()
     forks.until(lambda: disk in run.vote_of("one") and disk in run.vote_of("two"), "its first vote")
