@@ -225,7 +225,7 @@ def command(arguments: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -
     if arguments["pace_s"]:
         pace(arguments["pace_s"])
     program, *args = arguments["args"]
-    if args[0] == "up":
+    if args[:1] == ["up"]:
         local_process.subprocess = SimpleNamespace(  # type: ignore[assignment]
             Popen=_ForkedServer().start,
             DEVNULL=subprocess.DEVNULL,
@@ -239,10 +239,14 @@ def command(arguments: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -
 
 class _ForkedServer:
     """In place of the interpreter that `swarm up` starts for a fork server: a fork of this one,
-    which has imported everything already. Made while there is no other thread, and waits."""
+    which has imported everything already. Made while there is no other thread, and waits.
+
+    `swarm demo` and `Forks` itself start theirs as users do.
+    """
 
     def __init__(self) -> None:
         self._ours, theirs = socket.socketpair()
+        self._reaped = False
         self.pid = os.fork()
         if self.pid == 0:
             try:
@@ -269,11 +273,13 @@ class _ForkedServer:
         return self
 
     def kill(self) -> None:
-        os.kill(self.pid, signal.SIGKILL)
+        if not self._reaped:
+            os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float = LIMIT_S) -> None:
         deadline = time.monotonic() + timeout
-        while os.waitpid(self.pid, os.WNOHANG) == (0, 0):
+        while not self._reaped:
+            self._reaped = os.waitpid(self.pid, os.WNOHANG) != (0, 0)
             if time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired("the fork server", timeout)
             time.sleep(0.01)

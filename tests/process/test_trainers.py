@@ -110,7 +110,7 @@ class Trainers:
 
 
 def test_another_trainer_finishes_what_a_killed_leader_began(forks: Forks, tmp_path: Path) -> None:
-    run = Trainers(forks, tmp_path, 12)
+    run = Trainers(forks, tmp_path, 20)
     run.first.says("step 3 ")
     run.first.signal(signal.SIGKILL)
     run.end(*run.others.values(), *run.peers)

@@ -104,7 +104,6 @@ def test_a_leader_that_comes_back_at_another_port_is_found(forks: Forks, tmp_pat
     """Its replicas have its former address alone, and their directory; and so has a volunteer that
     starts again with the link it has saved. The leader begins without anybody's address but those
     that its run directory keeps."""
-    forks.constants = {"peer.run_leader:LOOK_S": 2.0}
     run = toml(tmp_path / "run.toml", steps=100_000, stages=2)
     leader = forks.swarm("train", run, *LOCAL)
     first, last = (join(forks, leader.link, "--stage", str(stage)) for stage in (0, 1))

@@ -15,7 +15,7 @@ import pytest
 from peer.calls import MicrobatchCall
 from peer.quorum import Quorum
 from swarm.ledger import Ledger
-from swarm.net.channel import SILENCE_S, CallFailedError
+from swarm.net.channel import CallFailedError
 from swarm.terms import Term
 from tests.protocol.simulated import Swarm, baseline, plan
 
@@ -184,7 +184,7 @@ def test_a_frozen_trainer_keeps_nobody_from_the_next_leader() -> None:
     assert swarm.frozen_at is not None
     came = [at for at, who, point, _ in swarm.events if (who, point) == ("t1", "joined")]
     assert len(came) >= 6
-    assert sorted(came)[5] < swarm.frozen_at + SILENCE_S + 2.0
+    assert sorted(came)[5] < swarm.frozen_at + swarm.silence_s + 2.0
 
 
 def heeds_any(ledger: Ledger, term: Term) -> bool:
