@@ -10,7 +10,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any
 
 from peer.calls import count, names
@@ -157,28 +157,29 @@ class Member:
         All are dialled at once: one that is frozen or cut off keeps nobody waiting. Returns the
         channel to the leader and where the run stands.
         """
-        failure: SwarmError = RefusedError("no trainer is known")
         dials = [
             self.links.channel(name, addresses)
             for name, addresses in await self._find_leader()
             if peer_of(name) in self.trainers
         ]
+        failures: list[SwarmError] = []
         async with aclosing(as_answered(dials, OTHERS_S)) as answers:
             async for dial in answers:
                 try:
                     channel = dial.result()
-                except SwarmError as error:  # of one that cannot lead us; another may
-                    failure = failure if isinstance(failure, JoinError) else error
+                except SwarmError as error:  # even of one that serves another run: others may lead
+                    failures.append(error)
                     continue
                 try:
                     return channel, await self._join(channel)
                 except JoinError:
                     raise
                 except SwarmError as error:
-                    failure = failure if isinstance(failure, JoinError) else error
-        if isinstance(failure, JoinError):
-            raise failure
-        raise RefusedError(f"no leader answers: {failure}")
+                    failures.append(error)
+        hopeless = [error for error in failures if isinstance(error, JoinError)]
+        if hopeless and len(hopeless) == len(dials):
+            raise hopeless[0]
+        raise RefusedError(f"no leader answers: {failures[-1] if failures else 'none is known'}")
 
     async def _join(self, channel: Channel) -> Mapping[str, Any]:
         wanted = self.server.stage if self.server else self.stage
@@ -207,7 +208,7 @@ class Member:
             if why:
                 self.say(f"taking stage {count(body.get('stage'))}: {why}")
             await self._build(count(body.get("stage")))
-        self.leader = channel
+        self.leader, self.settled = channel, False
         return body
 
     def _moved(self) -> dict[str, Any]:
@@ -340,7 +341,7 @@ class Member:
         self.catching_up.arrived(count(position.get("step")))
         return True
 
-    async def _unless_finished(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _unless_finished(self, work: Coroutine[Any, Any, object]) -> None:
         """Do `work`, but not beyond the end of the run."""
         task, over = (asyncio.ensure_future(each) for each in (work, self.finished.wait()))
         try:
@@ -431,20 +432,37 @@ class Member:
         """Leave politely: no part in the next step, and go once this one is committed.
 
         Returns after `seconds` in any case; what is then uncommitted is replayed by others. True:
-        it may go, and `run` ends.
+        it may go, and `run` ends. Should the leader be lost meanwhile, the next one is asked.
         """
-        if self.leader is None or self.leader.ended is not None:
+        leader, loop = self.leader, asyncio.get_running_loop()
+        if leader is None or leader.ended is not None:
             return self.finished.is_set()
-        try:
-            async with asyncio.timeout(seconds):
-                answer = await self.leader.call("leave", {"within_s": float(seconds)})
-                if answer.body.get("now") is not True:
-                    self.say(f"leaving; waiting for: {str(answer.body.get('reason', ''))[:100]}")
-                    await self.finished.wait()
-                self.finished.set()
-        except (TimeoutError, SwarmError) as error:
-            log.debug("left without a hand-over: %s", error or "out of time")
+        ends_at = loop.time() + seconds
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(ends_at):
+                await self._hand_over(leader, ends_at)
+                while not self.finished.is_set():
+                    # Before it is settled, a leader does not know what it holds.
+                    if self.leader is not leader and self.leader is not None and self.settled:
+                        leader = self.leader
+                        await self._hand_over(leader, ends_at)
+                    else:
+                        await self._finished_within(RETRY_S[0])
         return self.finished.is_set()
+
+    async def _hand_over(self, leader: Channel, ends_at: float) -> None:
+        """Until this leader lets us go, or is lost."""
+        within_s = ends_at - asyncio.get_running_loop().time()
+        try:
+            answer = await leader.call("leave", {"within_s": within_s})
+        except SwarmError as error:
+            log.debug("cannot leave: %s", error)
+            return
+        if answer.body.get("now") is True:
+            self.finished.set()
+            return
+        self.say(f"leaving; waiting for: {str(answer.body.get('reason', ''))[:100]}")
+        await self._unless_finished(leader.closed.wait())
 
     async def _finished_within(self, seconds: float) -> None:
         try:

@@ -205,3 +205,72 @@ def test_if_old_terms_were_heeded_a_deposed_leader_would_undo_work(
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         swarm.train()
     assert swarm.ordering is not None
+
+
+# ---- who leaves is let go by the next leader -----------------------------------------------------
+
+
+class LeaderLostMeanwhile(Swarm):
+    """The only replica of a stage wants to go, and waits for another to serve. Meanwhile the leader
+    dies; then another replica comes."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            num_stages=2,
+            replicas=(1, 1),
+            plan=plan(8, 12),
+            trainer_ids=TRAINERS,
+            leases=LEASES,
+            seconds=(0.1, 0.2),
+        )
+        self.leaves: asyncio.Task[bool] | None = None
+
+    def on_probe(self, who: str, point: str, facts: dict[str, Any]) -> None:
+        super().on_probe(who, point, facts)
+        if (who, point, facts.get("step")) == ("r1.0", "counted", STEP) and self.leaves is None:
+            drain = self.members["r1.0"].drain(1000.0)
+            self.leaves = self.loop.create_task(drain, context=self.contexts["r1.0"])
+        if (who, point) == ("t0", "leaving"):
+            self.later(0.1, self.kill_trainer, "t0", 10_000.0)
+        if (who, point, facts.get("step")) == ("t1", "record", STEP + 1):
+            self.later(0.0, self.start_replica, "r1.1", 1)
+
+
+def test_who_leaves_is_let_go_by_the_next_leader() -> None:
+    swarm = LeaderLostMeanwhile()
+    assert swarm.run(num_steps=12, limit_s=500.0)["sha256"] == baseline(12, 8)[0]
+    assert swarm.leaves is not None
+    assert swarm.leaves.result() is True
+    told = [who for _, who, point, _ in swarm.events if point == "leaving"]
+    assert told == ["t0", "t1"]
+    assert not [
+        facts for _, who, point, facts in swarm.events if (who, point) == ("t1", "expelled")
+    ]
+
+
+# ---- a trainer that is of no use ends nobody -----------------------------------------------------
+
+
+class TurnedAway(Swarm):
+    """Under the name of one trainer of three another run is served; then the leader dies, and is
+    away for a while in which nobody can lead."""
+
+    def __init__(self) -> None:
+        super().__init__(plan=plan(8, 4), trainer_ids=TRAINERS, leases=LEASES, seconds=(0.1, 0.2))
+        self.refused = False
+
+    def on_probe(self, who: str, point: str, facts: dict[str, Any]) -> None:
+        super().on_probe(who, point, facts)
+        if (who, point, facts.get("step")) == ("t0", "acknowledged", STEP) and not self.refused:
+            self.refused = True
+            links = self.trainers["t2"].links
+            links._hello["run"] = "another"
+            for name in self.members:
+                links.end_channels(f"{name}#1", "it was started again")
+            self.later(0.0, self.kill_trainer, "t0", 20.0)
+
+
+def test_a_trainer_that_serves_another_run_ends_nobody() -> None:
+    swarm = TurnedAway()
+    assert swarm.run(num_steps=4, limit_s=500.0)["sha256"] == baseline(4, 8)[0]
+    assert swarm.refused
