@@ -438,7 +438,7 @@ class Member:
         if leader is None or leader.ended is not None:
             return self.finished.is_set()
         ends_at = loop.time() + seconds
-        with suppress(TimeoutError):
+        with suppress(TimeoutError, SwarmError):  # out of time; the leader ends as it is asked
             async with asyncio.timeout_at(ends_at):
                 await self._hand_over(leader, ends_at)
                 while not self.finished.is_set():
@@ -451,13 +451,9 @@ class Member:
         return self.finished.is_set()
 
     async def _hand_over(self, leader: Channel, ends_at: float) -> None:
-        """Until this leader lets us go, or is lost."""
+        """Until this leader lets us go, or is lost. Raises SwarmError if it does not answer."""
         within_s = ends_at - asyncio.get_running_loop().time()
-        try:
-            answer = await leader.call("leave", {"within_s": within_s})
-        except SwarmError as error:
-            log.debug("cannot leave: %s", error)
-            return
+        answer = await leader.call("leave", {"within_s": within_s})
         if answer.body.get("now") is True:
             self.finished.set()
             return
