@@ -10,11 +10,11 @@ import asyncio
 import importlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,6 +226,7 @@ def command(arguments: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -
         pace(arguments["pace_s"])
     program, *args = arguments["args"]
     if args[:1] == ["up"]:
+        # All that it uses of a module that others share: hivemind starts its daemon with it.
         local_process.subprocess = SimpleNamespace(  # type: ignore[assignment]
             Popen=_ForkedServer().start,
             DEVNULL=subprocess.DEVNULL,
@@ -277,12 +278,16 @@ class _ForkedServer:
             os.kill(self.pid, signal.SIGKILL)
 
     def wait(self, timeout: float = LIMIT_S) -> None:
-        deadline = time.monotonic() + timeout
-        while not self._reaped:
-            self._reaped = os.waitpid(self.pid, os.WNOHANG) != (0, 0)
-            if time.monotonic() > deadline:
+        if self._reaped:
+            return
+        process = os.pidfd_open(self.pid)
+        try:
+            if not select.select([process], [], [], timeout)[0]:
                 raise subprocess.TimeoutExpired("the fork server", timeout)
-            time.sleep(0.01)
+        finally:
+            os.close(process)
+        os.waitpid(self.pid, 0)
+        self._reaped = True
 
 
 def toml(

@@ -59,14 +59,17 @@ def test_two_replicas_that_cannot_reach_each_other(forks: Forks, tmp_path: Path)
         lab.part(*apart)
         place = ("--dir", tmp_path / "run", "--report", tmp_path / "report.jsonl")
         leader = forks.swarm("train", run, *listen_in(lab.hosts[0]), *place, host=lab.hosts[0])
+        stages = "0101"
         peers = [
             forks.peer(
                 *("--join", leader.link, *listen_in(host), "--stage", stage),
                 host=host,
                 pace_s=PACE_S,
             )
-            for stage, host in zip("0101", lab.hosts[1:], strict=True)
+            for stage, host in zip(stages, lab.hosts[1:], strict=True)
         ]
+        for stage, peer in zip(stages, peers, strict=True):
+            peer.says(f"serving stage {stage}")
         for command in (leader, *peers):
             assert command.code() == 0, command
             assert command.err == "", command
