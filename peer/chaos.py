@@ -30,6 +30,7 @@ from peer.chaos_plan import (
 )
 from peer.chaos_report import Chaos, Struck, summary, table
 from peer.local import LEADER, LocalSwarm
+from peer.streams import forgive_full_disk
 from peer.witness import (
     WITNESSED_LEADER,
     WITNESSED_PEER,
@@ -90,7 +91,7 @@ class ChaosRun:
             drain_s=DRAIN_S,
             threads=1,
             device="cpu",
-            say=self._heard,
+            say=say,
             on_step=self._on_step,
             **options,
         )
@@ -127,6 +128,11 @@ class ChaosRun:
             return result
         finally:
             await self._tasks.aclose()
+            result.unexpected_ends += [
+                f"{process.name}: {process.how_it_ended()}"
+                for process in swarm.processes.values()
+                if not (process.alive or process.expected_to_end or process.code == 0)
+            ]
             await swarm.stop()
 
     async def _until_over(self) -> dict[str, Any]:
@@ -192,8 +198,8 @@ class ChaosRun:
         self.result.struck.append(struck)
         if fault.kind in ENDS_LEADER:
             self._leader_up.clear()
-            swarm.kill_leader()
-            self._spawn(self._restart_leader(fault.hold_s, struck), "restart of the leader")
+            (swarm.stop_leader if fault.kind is Kind.LEADER_LEAVE else swarm.kill_leader)()
+            self._spawn(self._restart_leader(fault, struck), "restart of the leader")
         if name is not None and fault.kind in ENDS_PEER:
             (swarm.stop_peer if fault.kind is Kind.LEAVE else swarm.kill_peer)(name)
             self._spawn(self._replace(name, fault, struck), f"replacement of {name}")
@@ -206,24 +212,26 @@ class ChaosRun:
         self.swarm.thaw(name)
         struck.until_s = self._now_s
 
-    async def _restart_leader(self, hold_s: float, struck: Struck) -> None:
-        await asyncio.sleep(hold_s)
-        await self.swarm.ended(LEADER)
+    async def _restart_leader(self, fault: Fault, struck: Struck) -> None:
+        await asyncio.sleep(fault.hold_s)
+        self._note_leave(LEADER, fault, await self.swarm.ended(LEADER))
         self.extra_records += records_on_disk(self.run_dir)
         await self.swarm.restart_leader(deadline_s=max(1.0, self.seconds - self._now_s))
         self._leader_up.set()
         struck.until_s = self._now_s
 
     async def _replace(self, name: str, fault: Fault, struck: Struck) -> None:
-        code = await self.swarm.ended(name)
-        if fault.kind is Kind.LEAVE and code != 0:
-            self.result.unclean_leaves.append(f"{name}: exit code {code}")
+        self._note_leave(name, fault, await self.swarm.ended(name))
         await asyncio.sleep(fault.hold_s)
         await self._leader_up.wait()
         self.result.joins += 1
         await self.swarm.add_peer(self.swarm.processes[name].stage)
         if not struck.of_leader:
             struck.until_s = self._now_s
+
+    def _note_leave(self, name: str, fault: Fault, code: int) -> None:
+        if fault.kind in (Kind.LEAVE, Kind.LEADER_LEAVE) and code != 0:
+            self.result.unclean_leaves.append(f"{name}: exit code {code}")
 
     # ---- who is there ---------------------------------------------------------------------------
 
@@ -260,10 +268,6 @@ class ChaosRun:
 
     # ---- what is seen ---------------------------------------------------------------------------
 
-    def _heard(self, line: str) -> None:
-        self.result.unexpected_ends.append(line)
-        self._say(line)
-
     def _on_step(self, step: Mapping[str, Any]) -> None:
         self.result.steps.append((time.time() - self.result.began_at, int(step["tokens"])))
 
@@ -298,12 +302,14 @@ def run_chaos(
     every_s: float,
     directory: Path | None,
 ) -> bool:
-    """`swarm chaos`. Whether nothing was lost, nothing counted twice, and the bits are equal."""
+    """`swarm chaos`. Whether nothing was lost, nothing counted twice, the bits are equal, who was
+    asked to leave did so in order, and nobody else ended."""
     from peer.commands import importing, spare_identity, stamped
     from peer.local import parse_peers
     from peer.places import fresh_directory
     from swarm.config import load_config
 
+    forgive_full_disk()
     config = load_config(path)
     default = dict.fromkeys(range(config.model.stages), 2)
     counts = default if peers is None else parse_peers(peers)
@@ -341,7 +347,8 @@ def run_chaos(
     )
     print(table(facts))
     print(json.dumps(facts), flush=True)
-    return bool(facts["equal"]) and books.clean
+    ends = run.result.unclean_leaves + run.result.unexpected_ends
+    return bool(facts["equal"]) and books.clean and not ends
 
 
 def baseline_sha256(config: RunConfig, num_steps: int, cache_dir: Path | None = None) -> str:
@@ -364,6 +371,9 @@ def baseline_sha256(config: RunConfig, num_steps: int, cache_dir: Path | None = 
 
 
 def check_result(passed: bool) -> None:
-    """Raises SwarmError, and with it an exit code, when the run was not exact."""
+    """Raises SwarmError, and with it an exit code, when the run was not as it must be."""
     if not passed:
-        raise SwarmError("the run under faults was not exact", "the lines above say how")
+        raise SwarmError(
+            "the run under faults was not exact, or not all ended as they should",
+            "the lines above say how",
+        )

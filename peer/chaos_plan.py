@@ -22,13 +22,16 @@ class Kind(StrEnum):
     FREEZE_LONG = "freeze_long"  # SIGSTOP, SIGCONT after it
     LEAVE = "leave"  # SIGTERM; another peer joins later
     LEADER_KILL = "leader_kill"  # kill -9; started again with its disk
+    LEADER_LEAVE = "leader_leave"  # SIGTERM; started again with its disk
     LEADER_FREEZE = "leader_freeze"
     LEADER_FREEZE_LONG = "leader_freeze_long"
     BOTH_KILL = "leader_and_peer_kill"  # at the same moment
 
 
-OF_LEADER = frozenset({Kind.LEADER_KILL, Kind.LEADER_FREEZE, Kind.LEADER_FREEZE_LONG})
-ENDS_LEADER = frozenset({Kind.LEADER_KILL, Kind.BOTH_KILL})
+OF_LEADER = frozenset(
+    {Kind.LEADER_KILL, Kind.LEADER_LEAVE, Kind.LEADER_FREEZE, Kind.LEADER_FREEZE_LONG}
+)
+ENDS_LEADER = frozenset({Kind.LEADER_KILL, Kind.LEADER_LEAVE, Kind.BOTH_KILL})
 ENDS_PEER = frozenset({Kind.KILL, Kind.LEAVE, Kind.BOTH_KILL})
 WEIGHTS = {
     Kind.KILL: 8,
@@ -36,6 +39,7 @@ WEIGHTS = {
     Kind.FREEZE_LONG: 3,
     Kind.LEAVE: 4,
     Kind.LEADER_KILL: 2,
+    Kind.LEADER_LEAVE: 1,
     Kind.LEADER_FREEZE: 2,
     Kind.LEADER_FREEZE_LONG: 1,
     Kind.BOTH_KILL: 1,
@@ -74,7 +78,7 @@ def schedule(
         at_s = at + every_s * draw.uniform(0.0, 0.6)
         kind = draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
         if kind in ENDS_LEADER and at_s >= leader_lives_from_s:
-            kind = Kind.LEADER_FREEZE if kind is Kind.LEADER_KILL else Kind.KILL
+            kind = Kind.KILL if kind is Kind.BOTH_KILL else Kind.LEADER_FREEZE
         if kind in (Kind.FREEZE, Kind.LEADER_FREEZE):
             hold_s = draw.uniform(0.5, SILENCE_S - 1.5)
         elif kind in (Kind.FREEZE_LONG, Kind.LEADER_FREEZE_LONG):

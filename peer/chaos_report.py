@@ -159,6 +159,8 @@ def table(facts: Mapping[str, Any]) -> str:
             "back to a checkpoint",
             f"{facts['epochs']} times, {facts['steps_again']} steps trained again",
         ),
+        ("leaves not in order", ", ".join(facts["unclean_leaves"]) or "none"),
+        ("ended by themselves", ", ".join(facts["unexpected_ends"]) or "nobody"),
         ("sha256", f"{str(facts['sha256'])[:16]}…"),
         (
             "baseline",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from peer.cli.checks import check_addresses, check_device_name
 from peer.interrupt import until_interrupted
 from peer.places import data_home, fresh_directory, is_free, run_directory, tcp_ports
+from peer.streams import forgive_full_disk
 from swarm.config import RunConfig, canonical_bytes, load_config, with_trainers
 from swarm.errors import ConfigError, JoinError, StorageError
 from swarm.local_path import expanded
@@ -49,6 +50,7 @@ def lead(
     from swarm.net.link import parse_link
     from swarm.placement import MovePolicy
 
+    forgive_full_disk()
     check_addresses(listen, announce)
     config = load_config(run)
     if accept_loss and resume is None:
@@ -276,6 +278,7 @@ def run_locally(
     from peer.local import LocalSwarm, num_cores, parse_peers
     from peer.show import follow
 
+    forgive_full_disk()
     check_device_name(device)
     config = load_config(run)
     default = dict.fromkeys(range(config.model.stages), 1)

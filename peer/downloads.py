@@ -143,7 +143,11 @@ class Download:
         if self._missing:
             index = self._missing.pop()
         else:  # the last ones: better twice than to wait for the slowest
-            others = (i for i, who in self._under_way.items() if len(who) < 2 and name not in who)
+            others = (
+                i
+                for i, who in self._under_way.items()
+                if not self._verified[i] and len(who) < 2 and name not in who
+            )
             index = next(others, -1)
             if index < 0:
                 return None
@@ -188,15 +192,16 @@ class Download:
 
 
 async def download(
-    channel: Channel, expected: Mapping[str, int] | None = None, progress: Any = None
+    channel: Channel, step: int, expected: Mapping[str, int] | None = None, progress: Any = None
 ) -> Snapshot:
-    """A snapshot of one donor's current state, for whoever need not catch up.
+    """A snapshot of one donor's state of this step, for whoever need not catch up. One that has
+    not applied the commit before it yet is waited for, instead of having its former state sent.
 
     `expected` (name -> elements) is what the receiver's own state has; anything else is refused
     before allocation. Raises WireError, StreamClosedError, CallFailedError (the donor has moved on
     or gives too many copies: ask again), RefusedError (a chunk was wrong, or the donor was lost).
     """
-    described = Description.read((await channel.call("snapshot", {})).body, expected)
+    described = Description.read((await channel.call("snapshot", {"step": step})).body, expected)
     fetching = Download(described)
     await fetching.run({channel.incarnation: channel}, progress=progress or (lambda share: None))
     await channel.call("snapshot", {"release": True})

@@ -116,7 +116,9 @@ async def _evaluate(leader: Leader, step: int, tensors: list[Any]) -> float:
 
 
 def _holders(leader: Leader, stage: int) -> list[Member]:
+    """First those that are known to hold the newest state: others may have to be waited for."""
     serving = leader.members.of_stage(stage, Standing.SERVING)
+    serving.sort(key=lambda member: -member.confirmed)
     return serving + leader.members.of_stage(stage, Standing.READY, Standing.EXPELLED)
 
 
@@ -213,11 +215,10 @@ async def fetch_states(leader: Leader) -> list[Snapshot]:
 
         async def ask(member: Member, channel: Channel) -> Snapshot:
             shares = [0.0]
-            fetching = download(channel, sizes, shares.append)
+            fetching = download(channel, step, sizes, shares.append)
             name = member.incarnation
             snapshot = await _answered(leader, [name], fetching, lambda: len(shares))
             if snapshot.step != step:
-                # Asked so soon after the commit that the copy was taken before it.
                 raise RefusedError(f"stage {stage} is at step {snapshot.step}")
             agreed = leader.admission.fingerprint(step - 1, stage)
             if agreed is not None and snapshot_mark(snapshot) != agreed:

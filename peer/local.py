@@ -172,15 +172,23 @@ class LocalSwarm(ProcessTable):
 
     def kill_leader(self) -> None:
         """kill -9 of the leader: the run stands still until `restart_leader`."""
+        self._end_leader(self.kill_peer)
+
+    def stop_leader(self) -> None:
+        """SIGTERM of the leader: it ends in order, and the run stands still as after a kill."""
+        self._end_leader(self.stop_peer)
+
+    def _end_leader(self, end: Callable[[str], None]) -> None:
         if self.report is not None or self._over.is_set():
             return  # it has done its work
         if self._watching is not None:
             self._watching.cancel()
-        self.kill_peer(LEADER)
+        end(LEADER)
 
     async def restart_leader(self, *, deadline_s: float | None = None) -> None:
-        """Start the leader again after `kill_leader`, on its disk and at its address, where the
-        peers look for it. Returns when it has a link (they may still be looking).
+        """Start the leader again after `kill_leader` or `stop_leader`, on its disk and at its
+        address, where the peers look for it. Returns when it has a link (they may still be
+        looking).
 
         `deadline_s` replaces the one of the former life. Raises as `start` does.
         """

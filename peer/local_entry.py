@@ -21,6 +21,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from peer.streams import forgive_full_disk
 from swarm.errors import SwarmError
 
 if TYPE_CHECKING:
@@ -88,7 +89,7 @@ def leader(
 def peer(arguments: Mapping[str, Any], tell: Tell, make: type[PeerProcess] | None = None) -> int:
     """Serve a stage, as `make` does it.
 
-    The first SIGTERM drains for `drain_s`, the second leaves at once.
+    The first SIGTERM drains for `drain_s`, the second leaves at once, as SIGINT does.
     """
     process: Any = None
 
@@ -134,6 +135,7 @@ def run(
 
     `drain` leaves politely first, and tells whether `main` then ends by itself.
     """
+    forgive_full_disk()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     try:
         _settle(threads)
@@ -166,14 +168,14 @@ async def _until_told(
             if not ends_itself:
                 task.cancel()
 
-    def stop() -> None:
+    def drain_first() -> None:
         if not draining and drain is not None:
             draining.append(asyncio.create_task(leave()))
         else:
             task.cancel()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    loop.add_signal_handler(signal.SIGTERM, drain_first)
+    loop.add_signal_handler(signal.SIGINT, task.cancel)  # all end: there is nobody to hand over to
     try:
         await task
     except asyncio.CancelledError:

@@ -107,6 +107,7 @@ class Member:
         self.leader: Channel | None = None
         self.finished = asyncio.Event()
         self.settled = False  # it serves, and fetches no state
+        self.has_served = False  # it has been settled before
         self.random = random.Random()  # spreads retries and donors; tests seed it
         links.methods.update(
             {
@@ -316,7 +317,7 @@ class Member:
             donors = names(position.get("donors"))
             await self._unless_finished(self.catching_up.reach(step, record, donors))
             if await self._ready(channel, position := {}):
-                self.settled = True
+                self.settled = self.has_served = True
                 self.say(f"serving stage {self.server.stage}")
                 return
             await asyncio.sleep(0.01)
@@ -432,22 +433,26 @@ class Member:
         """Leave politely: no part in the next step, and go once this one is committed.
 
         Returns after `seconds` in any case; what is then uncommitted is replayed by others. True:
-        it may go, and `run` ends. Should the leader be lost meanwhile, the next one is asked.
+        it may go, and `run` ends. While the leader is away, the next one is waited for and asked,
+        by whoever has served: others have nothing to hand over.
         """
-        leader, loop = self.leader, asyncio.get_running_loop()
-        if leader is None or leader.ended is not None:
-            return self.finished.is_set()
-        ends_at = loop.time() + seconds
-        with suppress(TimeoutError, SwarmError):  # out of time; the leader ends as it is asked
+        ends_at = asyncio.get_running_loop().time() + seconds
+        asked: Channel | None = None
+        with suppress(TimeoutError):
             async with asyncio.timeout_at(ends_at):
-                await self._hand_over(leader, ends_at)
                 while not self.finished.is_set():
+                    leader = self.leader
+                    there = leader if leader is not None and leader.ended is None else None
                     # Before it is settled, a leader does not know what it holds.
-                    if self.leader is not leader and self.leader is not None and self.settled:
-                        leader = self.leader
-                        await self._hand_over(leader, ends_at)
-                    else:
-                        await self._finished_within(RETRY_S[0])
+                    knows = self.settled or not self.has_served
+                    if there is not None and there is not asked and knows:
+                        asked = there
+                        with suppress(SwarmError):  # it is lost, or ends as it is asked
+                            await self._hand_over(there, ends_at)
+                        continue
+                    if there is None and not self.has_served:
+                        break
+                    await self._finished_within(RETRY_S[0])
         return self.finished.is_set()
 
     async def _hand_over(self, leader: Channel, ends_at: float) -> None:

@@ -18,6 +18,7 @@ from peer.cli.checks import (
 )
 from peer.interrupt import until_interrupted
 from peer.places import data_home
+from peer.streams import forgive_full_disk
 from swarm.errors import JoinError, StorageError
 from swarm.words import clean
 
@@ -68,6 +69,7 @@ def serve_stage(
         )
     link = parse_link(join)
     mine = claim_identity_file(identity) if identity else claim_identity(home)
+    forgive_full_disk()
     print("starting", flush=True)
     from peer.run_peer import PeerOptions, PeerProcess
 

@@ -48,6 +48,7 @@ from swarm.averaging.round import Limits, Round, refuse
 from swarm.averaging.sums import DTYPES, byte_view, round_alone
 from swarm.errors import StreamClosedError, WireError
 from swarm.net.links import peer_of
+from swarm.net.stream_limit import StreamLimit
 from swarm.net.transport import Stream, Transport
 from swarm.wire.frames import check_no_tensors, protocol_name, read_frame
 
@@ -89,6 +90,7 @@ class GroupAllReduce:
         self._rounds: dict[str, Round] = {}
         self._ended: dict[str, RoundFailedError | None] = {}
         self._parked: dict[_Parked, str] = {}  # -> peer id
+        self._unread = StreamLimit("reduce", self.limits.max_unread_of_one, self.limits.max_unread)
         self._closed = False
 
     def serve(self) -> None:
@@ -159,8 +161,12 @@ class GroupAllReduce:
 
     async def _accept(self, stream: Stream) -> None:
         try:
-            async with asyncio.timeout(self.limits.silence_s):
-                header = await self._read_header(stream)
+            with self._unread.one_more(stream.peer) as room:
+                if not room:
+                    stream.abort()
+                    return
+                async with asyncio.timeout(self.limits.silence_s):
+                    header = await self._read_header(stream)
             current = await self._find_round(stream, header)
             if current is None:
                 return

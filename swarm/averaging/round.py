@@ -32,6 +32,8 @@ class Limits:
     settle_s: float = 0.5  # for a member that gives up to say why, and to be heard
     linger_s: float = 60.0  # for a peer to take the last sums out of the transport
     window: int = 4  # chunks per peer that have come in and wait for those of others
+    max_unread: int = 512  # streams that have not said yet of which round they are
+    max_unread_of_one: int = 16
     max_parked: int = 64  # streams of rounds not started here
     max_parked_per_peer: int = 4
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from swarm.errors import (
     WireError,
 )
 from swarm.net.channel import HEARTBEAT_S, SILENCE_S, Channel, Method, read_hello
+from swarm.net.stream_limit import StreamLimit
 from swarm.net.transport import Stream, Transport
 from swarm.tasks import TaskSet
 from swarm.wire.codecs import allocate_bytes
@@ -37,6 +37,7 @@ VERSION_PROTOCOL = "/swarm-parallel/version"  # never changes, so that unlike ve
 GREET_TIMEOUT_S = 10.0
 VERSION_TIMEOUT_S = 3.0
 MAX_STREAMS_PER_PEER = 64  # that it has opened; a process serves a few stages at most
+MAX_STREAMS = 512  # of all; peer ids cost nothing, and a process may have 1,024 files open
 log = logging.getLogger(__name__)
 
 
@@ -76,7 +77,7 @@ class Links:
         self._running: dict[Channel, None] = {}  # of those, and of others to the same incarnation
         self._dials: dict[str, asyncio.Task[Channel]] = {}
         self._addresses: dict[str, tuple[str, ...]] = {}
-        self._accepted: Counter[str] = Counter()  # open streams by the peer that opened them
+        self._accepted = StreamLimit("channel", MAX_STREAMS_PER_PEER, MAX_STREAMS)
         self._tasks = TaskSet()
 
     @property
@@ -187,16 +188,11 @@ class Links:
         )
 
     async def _accept(self, stream: Stream) -> None:
-        if self._accepted[stream.peer] >= MAX_STREAMS_PER_PEER:
-            log.debug("refused a stream of %s: it has too many", stream.peer)
-            stream.abort()
-            return
-        self._accepted[stream.peer] += 1
-        try:
-            await self._welcome(stream)
-        finally:
-            self._accepted[stream.peer] -= 1
-            self._accepted += Counter()  # without those at 0
+        with self._accepted.one_more(stream.peer) as room:
+            if room:
+                await self._welcome(stream)
+            else:
+                stream.abort()
 
     async def _welcome(self, stream: Stream) -> None:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -11,6 +12,7 @@ from typing import Any, ClassVar
 from peer import witness
 from peer.local import LocalProcess
 from peer.witness import Witness
+from swarm.net.identity import load_identity
 from tests.process.paced import pace
 from tests.process.stoppable import Stoppable
 
@@ -26,6 +28,8 @@ DONOR = "serving a snapshot"
 LIAR = "lying"  # as a donor
 LIED = "lied"  # a lying one touches this in its directory
 SHY = "shy"  # as a donor it has nothing for anybody, while this is in the directory of all peers
+THRIFTY = "thrifty"  # as a donor it gives one small chunk for each commit; see `NOTES`
+NOTES = "notes.jsonl"  # of a thrifty one: donors, chunks it asks for and keeps, states it reports
 FORGETFUL = "forgetful"  # it keeps no answer that it has counted
 RECOMPUTED = "recomputed"  # a forgetful one writes here what it computes again
 
@@ -69,6 +73,24 @@ class Shy(Doomed):
         return self.run_dir / "peers" / SHY
 
 
+class Thrifty(Doomed):
+    """Both peers of stage 1 are thrifty donors."""
+
+    fates: ClassVar = {"1a": THRIFTY, "1b": THRIFTY}
+
+    def peer_id(self, name: str) -> str:
+        return load_identity(self.processes[name].data_dir / "identity.key").peer_id
+
+    def notes(self, name: str, point: str) -> list[dict[str, Any]]:
+        path = self.processes[name].data_dir / NOTES
+        return [line for line in witness.lines_of(path) if line["point"] == point]
+
+    def reported(self, name: str, step: int) -> str:
+        """The fingerprint of its state of that step, as it told the leader."""
+        reports = self.notes(name, "reported")
+        return str(next(line["fingerprint"] for line in reports if line["step"] == step))
+
+
 def die(*_: Any, **__: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -88,17 +110,23 @@ def peer(arguments: Any, tell: Any) -> int:
             DONOR: _die_as_donor,
             LIAR: _lie,
             SHY: _be_shy,
+            THRIFTY: _be_thrifty,
             FORGETFUL: _forget,
         }[fate](data_dir)
     return witness.peer(arguments, tell)
 
 
 def _dying_at(point: str) -> Any:
+    """Not before it has counted a microbatch, so that something is lost with it."""
     from peer.member import Member
     from peer.run_peer import PeerProcess
 
+    counted = False
+
     def probe(passed: str, **facts: Any) -> None:
-        if passed == point:
+        nonlocal counted
+        counted |= passed == "counted"
+        if passed == point and counted:
             die()
 
     class DyingMember(Member):
@@ -189,6 +217,54 @@ def _be_shy(data_dir: Path) -> None:
         return await snapshot(self, *args)
 
     Donor._snapshot = refuse  # type: ignore[method-assign]
+
+
+def _be_thrifty(data_dir: Path) -> None:
+    """So a download lasts for steps however fast they are, and ends only if they go on."""
+    from peer import snapshots
+    from peer.downloads import Download
+    from peer.joining import CatchUp
+    from peer.orders import Orders
+    from swarm.net.links import peer_of
+
+    chunk: Callable[..., Any] = snapshots.Donor._chunk
+    fetch: Callable[..., Any] = Download._fetch
+    keep: Callable[..., None] = Download._keep
+    commit: Callable[..., Any] = Orders._commit
+    describe: Callable[..., Any] = CatchUp._describe
+    books, one_by_one = Witness(data_dir / NOTES), asyncio.Lock()
+
+    async def give(self: snapshots.Donor, channel: Any, message: Any) -> Any:
+        if "since" in message.body:  # a joiner's, not the leader's for its last checkpoint
+            async with one_by_one:
+                await self.server.parts.advanced.wait()
+        return await chunk(self, channel, message)
+
+    async def choose(self: CatchUp, *args: Any) -> Any:
+        described, donors = await describe(self, *args)
+        books.write("donors", donors=[peer_of(each) for each in donors])
+        return described, donors
+
+    async def ask(self: Download, channel: Any, index: int, *args: Any) -> Any:
+        books.write("asked", index=index)
+        return await fetch(self, channel, index, *args)
+
+    def note(self: Download, index: int, part: Any, donor: str, *args: Any) -> None:
+        books.write("kept", index=index, donor=donor)
+        keep(self, index, part, donor, *args)
+
+    async def report(self: Orders, *args: Any) -> Any:
+        answer = await commit(self, *args)
+        facts = {name: answer.body[name] for name in ("step", "fingerprint")}
+        books.write("reported", **facts)
+        return answer
+
+    snapshots.CHUNK = 1 << 12
+    snapshots.Donor._chunk = give  # type: ignore[method-assign]
+    Download._fetch = ask  # type: ignore[method-assign]
+    Download._keep = note  # type: ignore[method-assign]
+    Orders._commit = report  # type: ignore[method-assign]
+    CatchUp._describe = choose  # type: ignore[method-assign]
 
 
 def _forget(data_dir: Path) -> None:

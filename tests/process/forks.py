@@ -25,6 +25,7 @@ from peer import local_process
 from peer.local_process import Child, ForkServer
 from peer.local_server import _serve
 from peer.local_warm_up import server_environment
+from tests.process.counted import write_kernels
 from tests.process.paced import pace
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ class Forks:
         self.server = _Server("tests.process.forks:preload", {}, environment=server_environment(1))
         self.environment: dict[str, str] = {}
         self.cwd = Path()
-        self.constants: dict[str, float] = {}
+        self.constants: dict[str, float | list[str]] = {}
         self._count = 0
 
     def run(self, main: Coroutine[Any, Any, T]) -> T:
@@ -141,10 +142,11 @@ class Forks:
         *args: str | Path,
         host: Host | None = None,
         pace_s: float = 0.0,
+        kernels: Path | None = None,
         **environment: str,
     ) -> Command:
-        """`pace_s`: see `paced`."""
-        return self._start(("swarm-peer", *map(str, args)), host, environment, pace_s)
+        """`pace_s`: see `paced`. `kernels`: the directory for what it computes, see `counted`."""
+        return self._start(("swarm-peer", *map(str, args)), host, environment, pace_s, kernels)
 
     def _start(
         self,
@@ -152,6 +154,7 @@ class Forks:
         host: Host | None,
         environment: dict[str, str],
         pace_s: float = 0.0,
+        kernels: Path | None = None,
     ) -> Command:
         self._count += 1
         logs = self.cwd / ".logs"
@@ -169,6 +172,7 @@ class Forks:
                     "namespace": host.namespace if host else "",
                     "constants": self.constants,
                     "pace_s": pace_s,
+                    "kernels": str(kernels or ""),
                 },
                 log=logs / f"{self._count}.out",
                 environment={**self.environment, **environment},
@@ -224,6 +228,8 @@ def command(arguments: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -
         setattr(constants, name, value)
     if arguments["pace_s"]:
         pace(arguments["pace_s"])
+    if arguments["kernels"]:
+        write_kernels(Path(arguments["kernels"]))
     program, *args = arguments["args"]
     if args[:1] == ["up"]:
         # All that it uses of a module that others share: hivemind starts its daemon with it.

@@ -17,12 +17,16 @@ from typing import Any
 from peer import witness
 from peer.local import LEADER, LocalSwarm
 from swarm.events import tail_events
+from swarm.net.channel import HEARTBEAT_S
 from tests.process.paced import pace
 from tests.protocol.faults import spoil_forward
 
 STOP = "stop"
 RESET = signal.SIGUSR1
 WAIT_S = 60.0
+# From the freeze or cut of a replica to its end at the leader: 5 s of silence, and room for a busy
+# machine. One so busy that heartbeats came 3 s late before would be given longer (`unevenness`).
+NOTICED_S = 5.0 + HEARTBEAT_S
 
 
 class Stoppable(LocalSwarm):

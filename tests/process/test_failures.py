@@ -6,11 +6,14 @@ the baseline's bits, and the books (`peer.witness`) show every microbatch once p
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import os
 import signal
+import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
+from statistics import median
 
 import pytest
 
@@ -18,14 +21,27 @@ from peer.chaos import baseline_sha256
 from peer.launch import stamp
 from peer.local import LEADER
 from peer.local_server import _children_of
-from peer.witness import FILE, audit, lines_of, records_on_disk
+from peer.witness import FILE, audit, lines_of, longest_stall, records_on_disk
 from swarm.config import load_config
 from swarm.net.channel import SILENCE_S
 from swarm.net.identity import load_identity
-from tests.process.doomed import DONOR, LIAR, LIED, MOMENTS, RECOMPUTED, SHY, Doomed, Forgetful, Shy
+from tests.process.counted import Counted, Work
+from tests.process.doomed import (
+    DONOR,
+    LIAR,
+    LIED,
+    MOMENTS,
+    RECOMPUTED,
+    SHY,
+    THRIFTY,
+    Doomed,
+    Forgetful,
+    Shy,
+    Thrifty,
+)
 from tests.process.forks import Forks, toml
 from tests.process.slowed import Slowed
-from tests.process.stoppable import FailingKernels, Resettable, Stoppable
+from tests.process.stoppable import NOTICED_S, FailingKernels, Resettable, Stoppable
 
 Script = Callable[[Stoppable], Awaitable[list[dict]]]
 
@@ -106,12 +122,12 @@ def test_killed_within_a_step_then_another_joins(check: Check) -> None:
 
 def test_frozen_beyond_the_silence_limit_then_thawed(check: Check) -> None:
     async def script(swarm: Stoppable) -> list[dict]:
-        loop = asyncio.get_running_loop()
         await swarm.within_a_step()
-        began = loop.time()
+        began = time.time()
         swarm.freeze("0b")
         await swarm.until(lambda: swarm.events("left"), "the silence to be noticed")
-        assert loop.time() - began > SILENCE_S - 2.0
+        (left,) = swarm.events("left")
+        assert SILENCE_S - 2.0 < left["t"] - began < NOTICED_S, left
         await swarm.until_step(2)  # its twin alone
         assert swarm.num_serving(0) == 1
         swarm.thaw("0b")
@@ -131,8 +147,11 @@ def test_cut_off_by_its_network_then_reached_again(check: Check) -> None:
     async def script(swarm: Stoppable) -> list[dict]:
         await swarm.within_a_step()
         (daemon,) = _children_of(swarm.processes["0b"].child.pid)
+        began = time.time()
         os.kill(daemon, signal.SIGSTOP)
         await swarm.until(lambda: swarm.events("left"), "the silence to be noticed")
+        (left,) = swarm.events("left")
+        assert left["t"] - began < NOTICED_S, left
         await swarm.until_step(2)  # its twin alone
         assert swarm.num_serving(0) == 1
         os.kill(daemon, signal.SIGCONT)
@@ -165,16 +184,23 @@ def test_a_polite_leave_costs_nothing(check: Check) -> None:
 
 
 def test_the_leader_killed_and_started_again(check: Check) -> None:
-    """Alone first, then together with a replica."""
+    """Alone first, then together with a replica. Of the step that the first one leaves unfinished
+    nothing that was counted is computed again."""
+    counted: list[Work] = []
 
     async def script(swarm: Stoppable) -> list[dict]:
+        assert isinstance(swarm, Counted)
         found: list[dict] = []
         for also in ((), ("0b",)):
-            await swarm.within_a_step()
+            swarm.kernels.hold()
+            await swarm.until(lambda: swarm.kernels.held(2), "the middle of a step")
+            if not also:
+                counted.extend(swarm.kernels.held(2))
             swarm.kill_leader()
             for name in also:
                 swarm.kill_peer(name)
             await swarm.ended(LEADER)
+            swarm.kernels.go_on()
             found += records_on_disk(swarm.run_dir)
             link = swarm.link
             await swarm.restart_leader()
@@ -183,8 +209,10 @@ def test_the_leader_killed_and_started_again(check: Check) -> None:
             await swarm.until_step(2)
         return found
 
-    swarm = check({0: 2, 1: 1}, script)
+    swarm = check({0: 2, 1: 1}, script, Counted)
     assert len(swarm.events("run")) == 3
+    assert isinstance(swarm, Counted)
+    swarm.kernels.assert_once(counted)
 
 
 def test_all_streams_of_a_replica_are_reset(check: Check) -> None:
@@ -253,23 +281,77 @@ def test_donors_that_lie_or_die(check: Check) -> None:
     assert liars == {load_identity(swarm.processes["1b"].data_dir / "identity.key").peer_id}
 
 
+def test_joiners_whose_downloads_last_for_steps(check: Check) -> None:
+    """Nobody waits for the first. Of the second's donors one is killed: the others give what is
+    left, and only that."""
+
+    async def script(swarm: Stoppable) -> list[dict]:
+        assert isinstance(swarm, Thrifty)
+        await swarm.add_doomed(1, THRIFTY)
+        await swarm.until_said("1c", "serving stage 1", 1)
+        for name in ("1d", "1e", "1f", "1g"):  # until several donors were at the same step
+            await swarm.add_doomed(1, THRIFTY)
+            await swarm.until(partial(swarm.notes, name, "donors"), "the choice of donors")
+            donors = swarm.notes(name, "donors")[0]["donors"]
+            if len(donors) > 1:
+                break
+            await swarm.until_said(name, "serving stage 1", 1)
+        assert len(donors) > 1, "no two donors were ever at the same step"
+        joiners[1] = name
+        others = [each for each in swarm.processes if each.startswith("1") and each != "1a"]
+        victim = next(each for each in others if swarm.peer_id(each) in donors)
+        await swarm.until(lambda: given(swarm, victim), "a chunk of the victim")
+        swarm.kill_peer(victim)
+        assert "downloading 100 %" not in swarm.processes[name].log.read_text()
+        await swarm.until_said(name, "serving stage 1", 1)
+        await swarm.until_step(2)
+        return []
+
+    def given(swarm: Thrifty, donor: str) -> list[dict]:
+        kept = swarm.notes(joiners[1], "kept")
+        return [line for line in kept if line["donor"].startswith(swarm.peer_id(donor))]
+
+    joiners = ["1c", "1d"]
+
+    swarm = check({0: 1, 1: 2}, script, Thrifty)
+    assert isinstance(swarm, Thrifty)
+    books = list(lines_of(swarm.run_dir / "peers" / LEADER / FILE))
+    records = [line for line in books if line["point"] == "record"]
+    for name in joiners:
+        asked, kept = swarm.notes(name, "asked"), swarm.notes(name, "kept")
+        here = {line["index"]: line["t"] for line in reversed(kept)}
+        late = [line for line in asked if line["t"] > here[line["index"]]]
+        assert not late, "chunks that were here were asked for again"
+        admitted = next(
+            line["t"]
+            for line in books
+            if line["point"] == "admitted" and line["replica"].startswith(swarm.peer_id(name))
+        )
+        began, loaded = asked[0]["t"], max(here.values())
+        during = [line["t"] for line in records if began < line["t"] < loaded]
+        assert len(during) >= 3, "the download was shorter than the steps"
+        assert sum(loaded < line["t"] < admitted for line in records) <= 3, "it serves too late"
+        first = next(line for line in records if swarm.peer_id(name) in str(line["members"]["1"]))
+        if name == "1c":
+            usual_s = median(later - earlier for earlier, later in itertools.pairwise(during))
+            stall_s = longest_stall(swarm.run_dir, began, first["t"]).seconds
+            assert stall_s < max(2 * usual_s, (loaded - began) / 2)  # a noisy machine has hiccups
+        told = swarm.reported(name, first["ballot"][1] + 1)
+        assert told == swarm.reported("1a", first["ballot"][1] + 1)
+
+
 def test_answers_that_were_evicted_are_computed_again(check: Check) -> None:
     """The next stage dies with what it has counted, and the stage before has nothing to repeat."""
 
     async def script(swarm: Stoppable) -> list[dict]:
-        again, victim = swarm.processes["0a"].data_dir / RECOMPUTED, "1b"
-        for _ in range(5):  # until one dies that has counted something of a step under way
-            await swarm.within_a_step()
-            swarm.kill_peer(victim)
-            await swarm.ended(victim)
-            await swarm.until_step(1)
-            if again.read_text():
-                return []
-            victim = (await swarm.add_peer(1)).name
-            await swarm.until_said(victim, "serving stage 1", 1)
-        raise AssertionError("nothing that was evicted was asked for")
+        assert isinstance(swarm, Forgetful)
+        victim = await swarm.add_doomed(1, "averaging")  # all is counted then, and evicted
+        assert await swarm.ended(victim.name) == -signal.SIGKILL
+        await swarm.until_step(1)
+        return []
 
-    check({0: 1, 1: 2}, script, Forgetful)
+    swarm = check({0: 1, 1: 1}, script, Forgetful)
+    assert list(lines_of(swarm.processes["0a"].data_dir / RECOMPUTED))
 
 
 def test_ten_times_slower_than_its_twin_is_not_dead(check: Check) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from tests.process.forks import Forks, toml
 from tests.process.lab import Lab, listen_in
 from tests.process.paced import PACE_S
+from tests.process.stoppable import NOTICED_S
 from tests.process.test_trainers import NAMES, Trainers
 
 pytestmark = pytest.mark.usefixtures("needs_root")
@@ -24,7 +26,11 @@ def test_a_cut_leaves_replicas_of_every_stage_on_both_sides(forks: Forks, tmp_pa
         for peer in run.peers:
             peer.says("serving stage ")
         run.first.says("step 3 ")
+        cut_at = time.time()
         lab.plug(alone, connected=False)
+        forks.until(lambda: len(run.events_of("one", "left")) == 2, "the cut to be noticed")
+        for left in run.events_of("one", "left"):
+            assert left["t"] - cut_at < NOTICED_S, left
         forks.until(lambda: any(run.steps_of(name) for name in NAMES[1:]), "the majority")
         led = run.steps_of("one")
         lab.plug(alone, connected=True)

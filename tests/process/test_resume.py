@@ -15,15 +15,17 @@ from typing import Any
 
 import pytest
 
-from peer import local_entry, restoring
+from peer import checkpoints, local_entry, restoring
 from peer.local import LocalSwarm
 from swarm.config import RunConfig
 from swarm.errors import SwarmError
 from tests.process.forks import Forks, toml
+from tests.process.paced import PACE_S
 from tests.process.test_exact_real import Swarms, baseline, recut
 
 STEPS = 8
 EVERY = "[checkpoint]\nevery = 3\n"
+LOCAL = ("--listen", "/ip4/127.0.0.1/tcp/0")
 
 
 class Impatient(LocalSwarm):
@@ -140,6 +142,43 @@ def test_all_are_killed_and_resume_with_other_counts_or_another_cut(
     for name in ("one", "two"):
         (kept,) = (tmp_path / name / "checkpoints").iterdir()
         assert kept.name == "step-8"
+
+
+def test_train_resumes_with_other_volunteers_and_another_cut(forks: Forks, tmp_path: Path) -> None:
+    """The commands as people give them, all of them killed: a changed file is a new run."""
+    first = toml(tmp_path / "first.toml", steps=100_000, extra=EVERY)
+    begun = forks.swarm("train", first, *LOCAL)
+    peers = [forks.peer("--join", begun.link, *LOCAL, pace_s=PACE_S) for _ in range(3)]
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    forks.until(lambda: checkpoints.newest_first(run_dir), "a checkpoint")
+    for command in (begun, *peers):
+        command.signal(signal.SIGKILL, daemons=True)
+    for command in (begun, *peers):
+        assert command.code() == -signal.SIGKILL, command
+    newest = checkpoints.load_manifest(checkpoints.newest_first(run_dir)[0])
+    step = newest["step"]
+    steps = ("--steps", str(step + 4))
+
+    second = toml(tmp_path / "second.toml", steps=100_000, stages=2, extra=EVERY)
+    options = (*LOCAL, *steps, "--report", "report.jsonl")
+    more = forks.swarm("train", second, *options, "--resume", run_dir)
+    peers = [forks.peer("--join", more.link, *LOCAL, "--stage", "0") for _ in range(3)]
+    for peer in peers:  # before there is anybody to train with
+        peer.says("serving stage 0")
+    peers.append(forks.peer("--join", more.link, *LOCAL, "--stage", "1"))
+    for command in (more, *peers):
+        assert command.code() == 0, command
+        assert command.err == "", command
+    assert f"resuming from step {step}\n" in more.out
+    *trained, final = map(json.loads, (tmp_path / "report.jsonl").read_text().splitlines())
+    assert [line["step"] for line in trained if "step" in line] == list(range(step, step + 4))
+    oracle = forks.swarm("baseline", first, *steps)
+    assert oracle.code() == 0, oracle
+    assert f"{step + 4} steps, sha256 {final['sha256']}" in oracle.out
+    (new_dir,) = {*(tmp_path / "runs").iterdir()} - {run_dir}
+    parent = json.loads((new_dir / "parent.json").read_text())
+    assert (parent["run_id"], parent["step"]) == (newest["run_id"], step)
+    assert final["run_id"] != newest["run_id"]
 
 
 def test_a_stage_is_lost_and_a_new_peer_takes_it_from_the_checkpoint(

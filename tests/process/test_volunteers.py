@@ -6,15 +6,19 @@ import json
 import os
 import signal
 import socket
+import time
+from collections import Counter
 from pathlib import Path
 
 from peer.local_server import _children_of
 from peer.places import tcp_ports
 from peer.serve import LAST_SWARM
+from swarm.events import KINDS, tail_events
 from tests.process.forks import Command, Forks, toml
 from tests.process.small_disk import fill, make_room, small_disk
 
 LOCAL = ("--listen", "/ip4/127.0.0.1/tcp/0")
+TO_END_S = 5.0  # for a process whose time is over, and its network daemon
 
 
 def join(forks: Forks, link: str, *args: str) -> Command:
@@ -193,16 +197,50 @@ def test_who_nobody_replaces_leaves_when_its_time_is_over(forks: Forks, tmp_path
     run = toml(tmp_path / "run.toml", steps=100_000, stages=2)
     leader = forks.swarm("train", run, *LOCAL)
     patient = join(forks, leader.link, "--stage", "0", "--drain-s", "100000")
-    hasty = join(forks, leader.link, "--stage", "1", "--drain-s", "0.5")
+    hasty = join(forks, leader.link, "--stage", "1", "--drain-s", "2")
     leader.says("step 2 ")
-    for peer in (patient, hasty):
-        peer.signal(signal.SIGINT)
+    patient.signal(signal.SIGINT)
+    asked = time.monotonic()
+    hasty.signal(signal.SIGTERM)
     assert hasty.code() == 0, hasty
+    assert 2.0 <= time.monotonic() - asked < 2.0 + TO_END_S
     assert hasty.out.endswith("left\n")
     assert hasty.err == "leaving (again: at once)\n"
     assert patient.child.alive
     leader.signal(signal.SIGINT)
     assert leader.code() == 130, leader
+
+
+def test_the_only_one_of_its_stage_hands_over_to_who_comes(forks: Forks, tmp_path: Path) -> None:
+    """Asked by SIGTERM, in the middle of a run: its state goes to another, and no microbatch is
+    issued again for it. It is slow enough for the other to come in time, and that one is not."""
+    forks.constants = {"swarm.events:KINDS": [*KINDS, "issue"]}
+    run = toml(tmp_path / "run.toml", steps=20, stages=2)
+    leader = forks.swarm("train", run, *LOCAL, "--report", "report.jsonl")
+    join(forks, leader.link, "--stage", "0")
+    sole = forks.peer("--join", leader.link, *LOCAL, "--stage", "1", "--drain-s", "60", pace_s=0.15)
+    leader.says("step 1 ")
+    sole.signal(signal.SIGTERM)
+    sole.says("leaving; waiting for: another replica of stage 1")
+    join(forks, leader.link, "--stage", "1")
+    assert sole.code() == 0, sole
+    assert sole.out.endswith("handed over\n")
+    assert sole.err == "leaving (again: at once)\n"
+    assert leader.code() == 0, leader
+
+    (path,) = tmp_path.glob("runs/*/events.jsonl")
+    events = tail_events(path)
+    kinds = [event["event"] for event in events]
+    handed = [kind for kind in kinds if kind in ("leaving", "admitted", "left")]
+    assert handed[:5] == ["admitted", "admitted", "leaving", "admitted", "left"]
+    assert "step" in kinds[kinds.index("left") :], "it went on without the one that left"
+    assert not {"expelled", "failed", "round_failed"}.intersection(kinds)
+    issued = Counter((each["step"], each["index"]) for each in events if each["event"] == "issue")
+    assert issued == {(step, index): 1 for step in range(20) for index in range(6)}
+    final = json.loads((tmp_path / "report.jsonl").read_text().splitlines()[-1])
+    baseline = forks.swarm("baseline", run)
+    assert baseline.code() == 0, baseline
+    assert f"20 steps, sha256 {final['sha256']}" in baseline.out
 
 
 def test_leaving_politely_and_at_once(forks: Forks, tmp_path: Path) -> None:

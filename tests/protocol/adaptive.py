@@ -186,6 +186,7 @@ class AdaptiveSwarm(Swarm):
     def kill(self, name: str) -> None:
         """What kill -9 does."""
         self.thaw(name)
+        self.chronicle.crashed(name)
         if (leaving := self.leaving.pop(name, None)) is not None:
             leaving.cancel()
         self.tasks.pop(name).cancel()

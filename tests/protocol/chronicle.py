@@ -14,6 +14,7 @@ from peer.leader import Leader
 from peer.member import Member
 from swarm.compute import Kind
 from swarm.consensus import Key, is_majority
+from swarm.net.links import peer_of
 from swarm.terms import Record
 
 if TYPE_CHECKING:
@@ -41,6 +42,10 @@ class Chronicle:
         self.told: Counter[str] = Counter()  # of TOLD
         self._sent: Counter[tuple[str, Any, int, int]] = Counter()  # calls from hop to hop
         self._early = 0  # terms that were won while the leader before was well
+        self._crashed: dict[str, int] = {}  # which life of a process has ended, until it is back
+        self._woken: set[str] = set()  # processes that were stopped, until they do something
+        self._left_out: set[str] = set()  # incarnations expelled while they were stopped
+        self._stale: list[Leader] = []  # that woke up when another had been elected
 
     def passed(self, who: str, point: str, facts: dict[str, Any]) -> None:
         """Somebody passes a point of the protocol."""
@@ -50,14 +55,47 @@ class Chronicle:
             self.note_record(commits.record if commits else None)
         elif point in TOLD:
             self.told[TOLD[point]] += 1
+            if point == "expelled" and peer_of(facts["replica"]) in self.swarm.network.frozen:
+                self._left_out.add(facts["replica"])
+        elif point == "admitted":
+            self._admitted(facts["replica"])
         elif point == "sent":
             life = facts.get("life", self.swarm.lives[who])
             self._sent[who, life, facts["step"], facts["index"]] += 1
+        if who in self._woken and point in ("counted", "record"):
+            self._woken.remove(who)
+            self.told["went on after a freeze"] += 1
+
+    def _admitted(self, incarnation: str) -> None:
+        name, _, life = incarnation.partition("#")
+        if int(life) > self._crashed.get(name, int(life)):
+            del self._crashed[name]
+            self.told["admitted after a crash"] += 1
+        if incarnation in self._left_out and name not in self.swarm.network.frozen:
+            self._left_out.remove(incarnation)
+            self.told["admitted after a freeze"] += 1
+
+    def crashed(self, name: str) -> None:
+        """A process ends; what it comes back as is another life."""
+        self._crashed[name] = self.swarm.lives[name]
+        self._woken.discard(name)
+
+    def woke(self, name: str) -> None:
+        """A process that was stopped is no longer."""
+        self._woken.add(name)
+        trainer = self.swarm.trainers.get(name)
+        leader = trainer.leader if trainer is not None else None
+        if leader is not None and (leader.term.epoch, leader.term.counter) < max(self.terms):
+            self._stale.append(leader)
 
     def begins_to_lead(self, name: str, leader: Leader) -> None:
+        network = self.swarm.network
         for other, trainer in self.swarm.trainers.items():
-            if trainer.leader not in (None, leader) and other not in self.swarm.network.frozen:
-                self._early += 1
+            if trainer.leader not in (None, leader) and other not in network.frozen:
+                if frozenset((name, other)) in network.cuts:
+                    self.told["leaders apart"] += 1
+                else:
+                    self._early += 1
         self.terms[leader.term.epoch, leader.term.counter] = name
 
     @property
@@ -66,6 +104,8 @@ class Chronicle:
         effects = Counter(self.swarm.network.effects) + self.told
         effects["repeated"] = sum(count - 1 for count in self._sent.values())
         effects["early takeover"] = self._early
+        refused = [leader for leader in self._stale if leader.quorum.term != leader.term]
+        effects["frozen leader refused"] = len(refused)
         effects["takeover"] = max(len(self.terms) - 1, 0)
         effects["answer evicted"] = self.swarm.evicted
         effects["chunks not fetched again"] = self.swarm.resumed

@@ -174,6 +174,17 @@ def smallest(seed: int, error: Exception, limit_s: float) -> Scenario:
     return shrink(scenario, failure_of(error), limit_s=limit_s) if limit_s else scenario
 
 
+def run_or_shrink(seed: int) -> Swarm:
+    """Of a failure, the smallest scenario that fails in the same way is noted, too."""
+    try:
+        return run_seed(seed)[1]
+    except Exception as error:
+        error.add_note(
+            f"python -m tests.protocol.scenarios --replay '{smallest(seed, error, 60.0)}'"
+        )
+        raise
+
+
 def _scenario_of(error: BaseException) -> Scenario | None:
     """What `run_seed` noted."""
     for note in getattr(error, "__notes__", []):

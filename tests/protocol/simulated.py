@@ -355,6 +355,7 @@ class Swarm:
     def kill(self, name: str) -> None:
         """What kill -9 does."""
         self.thaw(name)
+        self.chronicle.crashed(name)
         member = self.members.pop(name)
         if (leaving := self.leaving.pop(name, None)) is not None:
             leaving.cancel()
@@ -367,6 +368,7 @@ class Swarm:
         if self.over or name not in self.trainers:
             return
         self.thaw(name)
+        self.chronicle.crashed(name)
         trainer = self.trainers.pop(name)
         self.tasks.pop(name).cancel()
         trainer.abort()
@@ -380,6 +382,8 @@ class Swarm:
         self.network.freeze(name)
 
     def thaw(self, name: str) -> None:
+        if name in self.network.frozen:
+            self.chronicle.woke(name)
         self.loop.continue_process(name)
         self.network.thaw(name)
 
@@ -448,8 +452,7 @@ class Swarm:
         while True:
             await leader.restoring.until_held()
             self.leader = leader  # another that was beaten may have come between
-            await self.settle()
-            if leader.restoring.all_held:
+            if await self.settle():
                 break
         self.check()
         if self.at_end is not None:
@@ -512,17 +515,20 @@ class Swarm:
             await trainer.links.aclose()
             await self.network.transports[name].close()
 
-    async def settle(self) -> None:
-        """Until everybody who can has applied the last commit, and what it began has ended."""
+    async def settle(self) -> bool:
+        """Until everybody who can has applied the last commit, and what it began has ended. False:
+        a stage has lost its state, and the leader has to see to that first."""
         assert self.leader is not None
         for _ in range(40_000):
+            if not self.leader.restoring.all_held:
+                return False
             steps = {name: member.step for name, member in self.members.items()}
             if (
                 set(steps.values()) == {self.leader.next_step}
                 and not any(each.server.tasks for each in self.members.values() if each.server)
                 and self.network.healthy
             ):
-                return
+                return True
             await asyncio.sleep(0.05)
         raise AssertionError(f"replicas stand at {steps}, the run at {self.leader.next_step}")
 

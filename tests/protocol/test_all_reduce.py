@@ -441,6 +441,24 @@ def header(group: Group, **changes: object) -> dict[str, Any]:
     }
 
 
+def test_streams_that_say_nothing_are_bounded() -> None:
+    """Of one peer and of all: otherwise each keeps a file open for as long as it may be silent."""
+
+    async def script(group: Group) -> None:
+        limits = Limits(max_unread_of_one=2, max_unread=5)
+        reducer = group.reducer("victim#1", limits)
+        for name in ("s1", "s2", "s3"):
+            stranger = group.network.transport(name)
+            for _ in range(9):
+                await stranger.dial("victim", PROTOCOL)
+        await asyncio.sleep(0.1)
+        assert reducer._unread.open == {"s1": 2, "s2": 2, "s3": 1}
+        await asyncio.sleep(limits.silence_s)
+        assert not reducer._unread.open
+
+    simulate(lambda: Group(2, 30, torch.float64), script)
+
+
 @pytest.mark.parametrize(
     "changes",
     [

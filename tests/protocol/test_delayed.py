@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from swarm.ledger import Phase
-from tests.protocol.scenario import DELAYED_FROM, draw, run_seed
+from tests.protocol.scenario import DELAYED_FROM, draw
+from tests.protocol.scenarios import run_or_shrink
 from tests.protocol.simulated import LEADER, Fault, Swarm, baseline, plan
 from tests.protocol.tiny import ALL, TinyBatches
 
@@ -345,11 +346,11 @@ SEEDS, CHUNK = 200, 20
 
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
 def test_random_faults_leave_the_parameters_of_the_baseline(first: int) -> None:
-    """A failure's note is its scenario: `python -m tests.protocol.scenarios --replay NOTE`."""
+    """A failure's notes are its scenario, and the smallest that fails like it."""
     fired: Counter[str] = Counter()
     for seed in range(DELAYED_FROM + first, DELAYED_FROM + first + CHUNK):
-        scenario, swarm = run_seed(seed)
-        assert scenario.policy == "delayed"
+        swarm = run_or_shrink(seed)
+        assert swarm.policy == "delayed"
         fired.update(fault.action for fault in swarm.fired)
     assert len(fired) >= 8, fired
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -18,7 +19,8 @@ from swarm.errors import DataError
 from swarm.terms import Record
 from tests.protocol.checkpoints import MemorySaved, snapshot_of
 from tests.protocol.faults import LEADER, Fault
-from tests.protocol.scenario import LIMIT_S, TRAINERS
+from tests.protocol.scenario import LIMIT_S, MAX_DRAWS, TRAINERS
+from tests.protocol.shrink import failure_of
 from tests.protocol.simulated import SlowDisk, Swarm, baseline, plan
 
 STEPS = 6
@@ -415,21 +417,52 @@ def test_an_operator_goes_on_without_the_majority() -> None:
 
 @pytest.mark.parametrize("first", range(0, 60, 20))
 def test_stages_are_lost_and_leaders_die_at_random(first: int) -> None:
-    epochs = deaths = 0
+    epochs = leaders = 0
+    struck: Counter[str] = Counter()
     for seed in range(first, first + 20):
-        swarm = random_swarm(seed)
+        swarm = run_random(seed)
+        epochs, leaders = epochs + len(swarm.epochs), leaders + swarm.leader_deaths
+        struck.update(fault.action for fault in swarm.fired)
+        struck["stage lost"] += swarm.deaths
+    assert epochs > 10
+    assert leaders > 3
+    assert struck.keys() == {"stage lost", *OF_EPOCHS}
+    assert struck["stage lost"] > 10, struck
+
+
+def run_random(seed: int) -> EpochSwarm:
+    """Draws again until something has struck. Of a failure, the faults that it needs are noted."""
+    for number in range(MAX_DRAWS):
+        swarm = random_swarm(seed, number)
         try:
             run_exactly(swarm, surely=False)
-        except BaseException as error:
-            error.add_note(f"seed {seed}: {swarm.faults}")
+        except Exception as error:
+            error.add_note(f"random_swarm({seed}, {number}) with {fewest(seed, number, error)}")
             raise
-        epochs, deaths = epochs + len(swarm.epochs), deaths + swarm.leader_deaths
-    assert epochs > 10
-    assert deaths > 3
+        if swarm.deaths or swarm.fired:
+            return swarm
+    raise AssertionError(f"seed {seed} injects nothing, whatever is drawn")
 
 
-def random_swarm(seed: int) -> EpochSwarm:
-    r = random.Random(f"epochs/{seed}")
+def fewest(seed: int, number: int, error: Exception) -> list[Fault]:
+    """Without any of these it does not fail in the same way."""
+    faults = random_swarm(seed, number).faults
+    for fault in list(faults):
+        swarm = random_swarm(seed, number)
+        swarm.faults = [each for each in faults if each != fault]
+        try:
+            run_exactly(swarm, surely=False)
+        except Exception as other:
+            if failure_of(other) == failure_of(error):
+                faults = swarm.faults
+    return faults
+
+
+OF_EPOCHS = ("kill", "freeze", "partition")
+
+
+def random_swarm(seed: int, number: int) -> EpochSwarm:
+    r = random.Random(f"epochs/{seed}/{number}")
     replicas = [r.choice((1, 1, 2)) for _ in range(r.choice((1, 2, 3)))]
     swarm = EpochSwarm(
         num_stages=len(replicas),
@@ -442,7 +475,7 @@ def random_swarm(seed: int) -> EpochSwarm:
         trainer_ids=r.choice((ALONE, TRAINERS, TRAINERS)),
     )
     for _ in range(r.randint(0, 3)):
-        action = r.choice(("kill", "freeze", "partition"))
+        action = r.choice(OF_EPOCHS)
         who, side = LEADER if action == "kill" else r.choice(swarm.trainer_ids), ()
         if action == "partition":
             everybody = [*swarm.trainer_ids, *(f"r{k}.0" for k in range(len(replicas)))]
@@ -464,7 +497,7 @@ class LostAtTheEnd(Swarm):
 
     ends = 0
 
-    async def settle(self) -> None:
+    async def settle(self) -> bool:
         self.ends += 1
         if self.ends == 1:
             self.kill("r1.0")
@@ -472,7 +505,7 @@ class LostAtTheEnd(Swarm):
             assert self.leader is not None
             await held_hashes(self.leader)
             raise AssertionError("hashes of a stage that nobody holds")
-        await super().settle()
+        return await super().settle()
 
 
 @pytest.mark.parametrize("every", [1, 2])

@@ -951,9 +951,9 @@ def test_a_replica_that_calls_the_term_stale_does_not_stop_the_leader(
     swarm = Swarm(plan=plan(4, 3), trainer_ids=trainers)
     stop = swarm.settle
 
-    async def settle() -> None:
+    async def settle() -> bool:
         swarm.kill("r1.0")  # it follows nobody any more
-        await stop()
+        return await stop()
 
     swarm.settle = settle  # type: ignore[method-assign]
     assert during(swarm, act)["sha256"] == baseline()[0]

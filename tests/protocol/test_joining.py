@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ import torch
 
 from peer import joining, snapshots
 from peer.disk import MemoryDisk
+from peer.downloads import WINDOW
+from peer.following import FOLLOW_WINDOW
 from peer.inquiries import snapshot_mark
 from peer.leader import Leader
 from peer.member import Member
@@ -36,6 +39,7 @@ from tests.protocol.simulated import (
 )
 
 JOINER = "r1.9"
+NUM_PARAMETERS = 80  # of stage 1; its optimizer has two numbers for each
 
 
 class Joining(Swarm):
@@ -131,9 +135,40 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshots, "CHUNK", 1)
 
 
-def test_a_download_of_many_steps_stalls_training_for_less_than_one() -> None:
-    """A step takes 0.14 s, the download 5 s and more."""
-    swarm = Joining(90, rate_bps=50e3)
+def note_questions(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often the joiner asks its donors for a chunk, and for a gradient."""
+    asked: Counter[str] = Counter()
+
+    def noting(kind: str) -> None:
+        honest = getattr(Donor, kind)
+
+        async def answer(donor: Donor, channel: Channel, message: Message) -> Message:
+            asked[kind] += channel.peer == JOINER
+            return await honest(donor, channel, message)
+
+        monkeypatch.setattr(Donor, kind, answer)
+
+    noting("_chunk")
+    noting("_gradient")
+    return asked
+
+
+@pytest.mark.parametrize(("donors", "rate_bps"), [(1, 90e3), (2, 50e3)])
+def test_a_download_of_many_steps_stalls_training_for_less_than_one(
+    donors: int, rate_bps: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step takes 0.14 s (with one donor 0.16 s), the download 5 s and more: as long as its
+    connections need for the bits, and a few steps."""
+    asked = note_questions(monkeypatch)
+    swarm = Joining(90, replicas=(2, donors, 2), rate_bps=rate_bps)
+    bits = 0  # that donors have sent to the joiner, until it serves
+
+    def tap(source: str, target: str, data: bytes) -> bytes:
+        nonlocal bits
+        bits += 8 * len(data) * ((source, target) in swarm.network.rates)
+        return data
+
+    swarm.network.corrupt = tap
     swarm.finish()
     joined, admitted = swarm.at("joined", JOINER)[0][0], swarm.at("admitted", JOINER)[0]
     loaded = swarm.at("committed", JOINER)[0][0]
@@ -141,6 +176,10 @@ def test_a_download_of_many_steps_stalls_training_for_less_than_one() -> None:
     usual = sorted(walls[1:30])[14]
     step = admitted[1]["step"]
     assert loaded - joined > 5.0 > 30 * usual
+    assert admitted[0] - joined < bits / (donors * rate_bps) + 6 * usual
+    # And no bits but those it needs, the last chunks and gradients twice at most.
+    assert asked["_chunk"] <= 3 * NUM_PARAMETERS + 2 * WINDOW
+    assert asked["_gradient"] <= step + 2 * FOLLOW_WINDOW
     assert admitted[0] - loaded < 10 * usual  # caught up with more than 30 steps
     stalls = [wall - usual for wall in walls[2 : step + 1]]
     assert max(stalls) < usual

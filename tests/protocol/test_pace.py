@@ -142,7 +142,10 @@ def test_no_new_work_for_whoever_leaves_before_the_step_ends(goes: bool) -> None
 
     class Leaving(Paced):
         async def depart(self) -> None:
+            loop = asyncio.get_running_loop()
+            asked = loop.time()
             assert not await self.members["r1.1"].drain(1.5)
+            assert loop.time() - asked == pytest.approx(1.5)
             if goes:
                 self.kill("r1.1")
 

@@ -7,6 +7,7 @@ hundreds of seeds. Each of these swarms is led to where its rule is the only one
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -246,6 +247,43 @@ def test_who_leaves_is_let_go_by_the_next_leader() -> None:
     assert not [
         facts for _, who, point, facts in swarm.events if (who, point) == ("t1", "expelled")
     ]
+
+
+class LeaderAway(Swarm):
+    """The leader dies within a step; a replica with a twin wants to go while nobody leads."""
+
+    def __init__(self) -> None:
+        super().__init__(plan=plan(8, 6), trainer_ids=TRAINERS, leases=LEASES, seconds=(0.1, 0.2))
+        self.leaves: asyncio.Task[bool] | None = None
+
+    def on_probe(self, who: str, point: str, facts: dict[str, Any]) -> None:
+        super().on_probe(who, point, facts)
+        if (who, point, facts.get("step")) == ("r1.0", "counted", STEP) and self.leaves is None:
+            self.later(0.0, self.kill_trainer, "t0", 10_000.0)
+            self.later(0.5, self.ask_to_leave)
+            self.leaves = self.loop.create_future()  # type: ignore[assignment]
+
+    def ask_to_leave(self) -> None:
+        member = self.members["r1.0"]
+        assert member.leader is not None
+        assert member.leader.ended is not None
+        drain = member.drain(1000.0)
+        self.leaves = self.loop.create_task(drain, context=self.contexts["r1.0"])
+
+
+def test_who_leaves_while_nobody_leads_waits_for_the_next_leader() -> None:
+    """What it has counted of the step counts, and is not computed again."""
+    swarm = LeaderAway()
+    assert swarm.run(num_steps=6, limit_s=500.0)["sha256"] == baseline(6, 8)[0]
+    assert swarm.leaves is not None
+    assert swarm.leaves.result() is True
+    assert [who for _, who, point, _ in swarm.events if point == "leaving"] == ["t1"]
+    counted = Counter(
+        facts["index"]
+        for _, who, point, facts in swarm.events
+        if (who.partition(".")[0], point, facts.get("step")) == ("r1", "counted", STEP)
+    )
+    assert set(counted.values()) == {1}, counted
 
 
 # ---- a trainer that is of no use ends nobody -----------------------------------------------------

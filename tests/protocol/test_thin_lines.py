@@ -109,11 +109,12 @@ def test_the_sums_spare_a_thin_line(
 class Confirmed(Swarm):
     """Ends when the leader has heard of the last commit, too, what each has sent until then."""
 
-    async def settle(self) -> None:
-        await super().settle()
+    async def settle(self) -> bool:
+        calm = await super().settle()
         await asyncio.sleep(1.0)
         assert self.leader is not None
         assert {each.confirmed for each in self.leader.members} == {self.leader.next_step}
+        return calm
 
 
 def test_the_bytes_reported_are_those_sent(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from swarm.errors import (
     UnreachableError,
     WireError,
 )
+from swarm.net import links as links_module
 from swarm.net.channel import (
     MAX_CALLS_IN_PROGRESS,
     UNANSWERED,
@@ -345,6 +346,29 @@ def test_links_dial_once_and_only_the_life_they_mean() -> None:
         with pytest.raises(JoinError, match="another run"):
             await c.channel("d#1")
         for links in (c, other):
+            await links.aclose()
+
+    with_pair(check)
+
+
+def test_streams_are_bounded_over_all_peers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer id costs nothing, so a limit for each alone is none. One that ends makes room."""
+    monkeypatch.setattr(links_module, "MAX_STREAMS", 3)
+
+    async def check(pair: Pair, channel: Channel) -> None:
+        others = [
+            Links(pair.network.transport(name), RUN, f"{name}#1", {}) for name in ("c", "d", "e")
+        ]
+        for links in others[:2]:
+            assert (await links.channel("b#1")).ended is None
+        with pytest.raises(UnreachableError):
+            await others[2].channel("b#1")
+        assert channel.ended is None
+        assert (await channel.call("echo", {"n": 1})).body["body"] == {"n": 1}
+        await others[0].aclose()
+        await asyncio.sleep(1.0)
+        assert (await others[2].channel("b#1")).ended is None
+        for links in others:
             await links.aclose()
 
     with_pair(check)

@@ -15,6 +15,7 @@ from peer import chaos, commands
 from peer.chaos_plan import (
     ENDS_LEADER,
     ENDS_PEER,
+    OF_LEADER,
     SILENCE_S,
     Candidate,
     Fault,
@@ -52,9 +53,7 @@ def test_freezes_are_clearly_on_one_side_of_the_limit() -> None:
             assert fault.hold_s > SILENCE_S
 
 
-@pytest.mark.parametrize(
-    "kind", sorted(set(Kind) - {Kind.LEADER_KILL, Kind.LEADER_FREEZE, Kind.LEADER_FREEZE_LONG})
-)
+@pytest.mark.parametrize("kind", sorted(set(Kind) - OF_LEADER))
 def test_a_stage_keeps_whoever_alone_has_its_state(kind: Kind) -> None:
     alone = [Candidate("0a", 0, True), Candidate("0b", 0, False), Candidate("1a", 1, True)]
     two = [*alone, Candidate("1b", 1, True, protected=True)]
@@ -243,12 +242,23 @@ def test_without_calm_steps_there_is_no_goodput() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sha256", "second", "code"),
-    [("ab" * 32, [1], 0), ("cd" * 32, [1], 1), ("ab" * 32, [], 1), ("ab" * 32, [1, 2], 1)],
-    ids=["exact", "another sha256", "lost", "duplicated"],
+    ("sha256", "second", "unclean", "code"),
+    [
+        ("ab" * 32, [1], [], 0),
+        ("cd" * 32, [1], [], 1),
+        ("ab" * 32, [], [], 1),
+        ("ab" * 32, [1, 2], [], 1),
+        ("ab" * 32, [1], ["0b: exit code 1"], 1),
+    ],
+    ids=["exact", "another sha256", "lost", "duplicated", "an unclean leave"],
 )
-def test_the_command_fails_unless_the_run_was_exact(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sha256: str, second: list[int], code: int
+def test_the_command_fails_unless_the_run_was_as_it_must_be(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    sha256: str,
+    second: list[int],
+    unclean: list[str],
+    code: int,
 ) -> None:
     """All but the swarm and the baseline is the command's own."""
 
@@ -261,6 +271,7 @@ def test_the_command_fails_unless_the_run_was_exact(
             books(self.run_dir, [0, 2], second)
             self.result = a_result(sha256)
             self.result.report["steps"] = 1
+            self.result.unclean_leaves += unclean
             return self.result
 
     identity = load_identity(tmp_path / "identity.key")
@@ -278,5 +289,8 @@ def test_the_command_fails_unless_the_run_was_exact(
     assert facts["seed"] == 9
     assert facts["equal"] == (sha256 == "ab" * 32)
     assert (facts["lost"], facts["duplicated"]) == (int(second == []), int(second == [1, 2]))
-    error = "error: the run under faults was not exact - the lines above say how\n"
+    error = (
+        "error: the run under faults was not exact, or not all ended as they should - "
+        "the lines above say how\n"
+    )
     assert done.stderr == (error if code else "")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import multiprocessing
 import os
 import resource
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -212,6 +215,122 @@ def test_killed_while_the_same_step_replaces_one_of_them_is_there(
     checkpoints.read_stage_parameters(directory, 1)
     write(tmp_path, 4, a_state(1))
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-3", "step-4"]
+
+
+class Killed:
+    """Kills its process the `count`-th time that it is about to touch the file system."""
+
+    TOUCHES = frozenset({"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir"})
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __call__(self, event: str, args: tuple[Any, ...]) -> None:
+        if event in self.TOUCHES:
+            self.count -= 1
+            if self.count == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write_until_killed(run_dir: Path, step: int, keep: int, at_once: bool, count: int) -> None:
+    """In a process of its own."""
+    state = a_state(step + 1)
+    if not at_once:
+        checkpoints._exchange = lambda one, other: False
+    sys.addaudithook(Killed(count))
+    write(run_dir, step, state)
+    checkpoints.prune(run_dir, keep, "ab")
+
+
+@pytest.mark.parametrize(
+    ("step", "keep", "at_once"),
+    [(6, 1, True), (5, 2, True), (5, 2, False)],
+    ids=["the next step", "the same step", "the same step in two renames"],
+)
+def test_a_writer_killed_at_any_point_leaves_a_whole_checkpoint(
+    tmp_path: Path, step: int, keep: int, at_once: bool
+) -> None:
+    """The newest there is, is all of before or all of what was being written; the next writer
+    clears away what is left."""
+    forking = multiprocessing.get_context("forkserver")
+    forking.set_forkserver_preload([__name__])
+    before = tmp_path / "before"
+    write(before, 4, a_state(4))
+    write(before, 5, a_state(5))
+    found = []
+    for count in itertools.count(1):
+        run_dir = shutil.copytree(before, tmp_path / str(count))
+        writer = forking.Process(
+            target=write_until_killed, args=(run_dir, step, keep, at_once, count)
+        )
+        writer.start()
+        writer.join()
+        newest = latest(run_dir)
+        assert newest is not None, count
+        first = checkpoints.read_stage_parameters(newest, 0)["layer0.weight"]
+        (seed,) = (
+            seed
+            for seed in (4, 5, step + 1)
+            if torch.equal(first, a_state(seed)[0]["layer0.weight"])
+        )
+        for k, part in enumerate(a_state(seed)):
+            read = checkpoints.read_stage_parameters(newest, k)
+            assert all(torch.equal(read[name], part[name]) for name in part), count
+            checkpoints.read_stage_optimizer(newest, k)
+        found.append(seed)
+        if writer.exitcode == 0:
+            break
+        assert writer.exitcode == -signal.SIGKILL
+        last = write(run_dir, 7, a_state())
+        checkpoints.prune(run_dir, 1, "ab")
+        assert os.listdir(run_dir / "checkpoints") == [last.name], count
+    assert len(found) > 20
+    between = [] if at_once else [4]  # what had the name is away, what gets it is not there yet
+    assert list(dict.fromkeys(found)) == [5, *between, step + 1]
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["a new step", "the same step"])
+def test_what_becomes_visible_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """Every file as it is by then, and its directory, are synced before; the name is after."""
+    if again:
+        write(tmp_path, 3, a_state())
+    root, synced = tmp_path / "checkpoints", dict[str, Any]()
+    visible: list[dict[str, Any]] = []
+    fsync, rename, exchange = os.fsync, os.rename, checkpoints._exchange
+
+    def content(path: Path) -> Any:
+        return sorted(os.listdir(path)) if path.is_dir() else path.read_bytes()
+
+    def note_sync(descriptor: int) -> None:
+        fsync(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        synced[str(path.relative_to(root))] = content(path)
+
+    def note_visible(one: Path, other: Path) -> None:
+        assert (one.name, other.name) == (".step-3.tmp", "step-3")
+        on_disk = {str(path.relative_to(root)): content(path) for path in (one, *one.iterdir())}
+        assert on_disk == synced
+        visible.append(on_disk)
+        synced.clear()
+
+    def note_rename(one: Path, other: Path) -> None:
+        note_visible(one, other)
+        rename(one, other)
+
+    def note_exchange(one: Path, other: Path) -> bool:
+        note_visible(one, other)
+        return exchange(one, other)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    monkeypatch.setattr(checkpoints, "_exchange", note_exchange)
+    write(tmp_path, 3, a_state())
+    (files,) = visible
+    assert len(files) == 1 + 2 * 2 + 1  # the directory, two of each stage, the manifest
+    names = [".step-3.tmp", "step-3"] if again else ["step-3"]
+    assert synced == {".": names}  # and only then the one before is removed
 
 
 def test_a_full_disk_is_one_line_and_leaves_the_last_checkpoint(tmp_path: Path) -> None:
