@@ -214,15 +214,17 @@ class Quorum:
     ) -> dict[str, Vote]:
         """Ask every other trainer until a majority, ourselves included, has said yes.
 
-        Those that are slower are heard for `stay_s` more. With `within_s` whoever answers by then
-        is enough.
+        Those that have not said a word by then are waited for, `stay_s` at most. With `within_s`
+        whoever answers by then is enough.
         """
         votes: dict[str, Vote] = {}
-        asked = self._forced or self.trainers
+        asked = [trainer for trainer in self._forced or self.trainers if trainer != self.me]
+        heard = {trainer: asyncio.Event() for trainer in asked}
         tasks = {
-            self._tasks.spawn(self._ask(trainer, method, body), f"{method} {trainer[-8:]}"): trainer
+            self._tasks.spawn(
+                self._ask(trainer, method, body, heard[trainer]), f"{method} {trainer[-8:]}"
+            ): trainer
             for trainer in asked
-            if trainer != self.me
         }
         pending = set(tasks)
 
@@ -237,22 +239,32 @@ class Quorum:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(within_s):
                     await until_enough()
-            if stay_s and pending:
-                await asyncio.wait(pending, timeout=stay_s)
+            if stay_s:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(stay_s):
+                        for event in heard.values():
+                            await event.wait()
         finally:
             for task in tasks:  # those that are done take no notice
                 task.cancel()
         return votes
 
-    async def _ask(self, trainer: str, method: str, body: Mapping[str, Any]) -> Vote:
-        """The trainer's yes, however long it takes. Raises SupersededError on a no."""
+    async def _ask(
+        self, trainer: str, method: str, body: Mapping[str, Any], heard: asyncio.Event
+    ) -> Vote:
+        """The trainer's yes, however long it takes; `heard` is set when its disk is known.
+
+        Raises SupersededError on a no.
+        """
         pause = RETRY_S[0]
         while True:
             try:
                 channel = await self.links.channel(trainer, self.addresses(trainer))
                 answer = (await channel.call(method, {**body, "disk": self._disk.id})).body
                 vote = Vote.unpack(answer["vote"])
-                if await self._counts(trainer, answer.get("disk")):
+                counts = await self._counts(trainer, answer.get("disk"))
+                heard.set()
+                if counts:
                     if answer.get("yes") is True:
                         return vote
                     self._highest_seen = max(self._highest_seen, vote.promised)

@@ -179,7 +179,7 @@ def test_a_trainer_that_has_lost_its_disk_has_no_vote(forks: Forks, tmp_path: Pa
     """It has forgotten what it promised. With it and another alive nobody leads; with the leader
     of before, which has its disk, the run goes on, in a new epoch that names the new disk: from
     then on it votes, and its vote is needed when the other is gone."""
-    forks.constants = {"peer.quorum:NAMING_S": 8.0}  # so long may a busy one take to answer
+    forks.constants = {"peer.quorum:NAMING_S": 4.0}  # so long may a busy one take to answer
     run = Trainers(forks, tmp_path, 24, "[checkpoint]\nevery = 2\n")
     run.others["three"].says("standing by: another trainer leads")
     disk = msgpack.unpackb(run.vote_of("three"))["disk"].encode()

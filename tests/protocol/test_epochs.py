@@ -381,8 +381,12 @@ def test_a_trainer_that_lost_its_disk_does_not_vote_and_the_others_go_on() -> No
     assert swarm.disks["t1"].vote.voters["t0"] != swarm.disks["t0"].id
 
 
-def test_a_new_epoch_names_the_new_disk() -> None:
-    """The trainer is back with an empty disk when a stage is lost: from then on it votes again."""
+def test_a_new_epoch_names_the_new_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer is back with an empty disk when a stage is lost: from then on it votes again.
+
+    Its disk once told, nothing is waited for: the others would try to lead meanwhile.
+    """
+    monkeypatch.setattr("peer.quorum.NAMING_S", 1000.0)
     swarm = swarm_of(TRAINERS)
     swarm.point, swarm.step = "forward", 3
     lost = swarm.lose
