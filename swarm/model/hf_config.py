@@ -136,6 +136,10 @@ def check_config(config: Any, *, vocab_size: int, sequence: int) -> None:
         )
     if is_tied(config):
         raise PipelineError(*TIED)
+    if getattr(text, "num_kv_shared_layers", 0):
+        raise PipelineError(
+            f"layers of {config.model_type} share keys and values", "use another model"
+        )
     if getattr(text, "output_router_logits", False):
         raise PipelineError(
             "the router's loss spans all stages", "set output_router_logits to false"

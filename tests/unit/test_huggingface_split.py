@@ -185,9 +185,11 @@ def test_the_check_accepts_what_can_be_cut(family: str) -> None:
     check_splittable(inline_config({"model_type": family}, 256))
 
 
-def test_the_check_refuses_layers_that_share_keys() -> None:
-    with pytest.raises(PipelineError, match="share keys and values"):
-        check_splittable(inline_config({"model_type": "gemma3n_text"}, 256))
+@pytest.mark.parametrize("stages", [1, 3])
+def test_layers_that_share_keys_are_refused(stages: int) -> None:
+    config = inline_config({"model_type": "gemma3n_text", "tie_word_embeddings": False}, 256)
+    with pytest.raises(PipelineError, match="layers of gemma3n_text share keys and values"):
+        HuggingFacePipeline(config, num_stages=stages, microbatch_size=2, sequence=8, seed=0)
 
 
 @pytest.mark.parametrize("stages", [1, 3])
