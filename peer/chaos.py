@@ -131,7 +131,7 @@ class ChaosRun:
             result.unexpected_ends += [
                 f"{process.name}: {process.how_it_ended()}"
                 for process in swarm.processes.values()
-                if not (process.alive or process.expected_to_end or process.code == 0)
+                if process.code and not process.expected_to_end
             ]
             await swarm.stop()
 

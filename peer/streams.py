@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import io
 import sys
+from contextlib import suppress
 from typing import Any
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -28,10 +29,11 @@ def forgive_full_disk() -> None:
     for name in ("stdout", "stderr"):
         before = getattr(sys, name)
         try:
-            before.flush()
             raw = _Forgiving(before.fileno(), "w", closefd=False)
-        except (AttributeError, OSError):  # closed, or no file at all
+        except (AttributeError, OSError, ValueError):  # closed, or no file at all
             continue
+        with suppress(OSError):  # what it still holds may be what the disk is full for
+            before.flush()
         text = io.TextIOWrapper(
             io.BufferedWriter(raw), before.encoding, before.errors, line_buffering=True
         )

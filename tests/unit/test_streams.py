@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 SAYING = """
 import sys
 from peer.streams import forgive_full_disk
+print("said before", file=sys.stdout)
 forgive_full_disk()
 for number in range(3):
     print("x" * 100_000)
@@ -21,12 +23,18 @@ for number in range(3):
 def test_a_full_disk_loses_lines_only(full: str) -> None:
     with open("/dev/full", "w") as device:
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, full: device}
-        done = subprocess.run([sys.executable, "-c", SAYING], text=True, timeout=60, **streams)
+        done = subprocess.run(
+            [sys.executable, "-c", SAYING],
+            text=True,
+            timeout=60,
+            env={**os.environ, "PYTHONUNBUFFERED": ""},  # so that a line waits in the old stream
+            **streams,
+        )
     assert done.returncode == 0, done
     if full == "stdout":
         assert done.stderr == "said 0\nsaid 1\nsaid 2\n"
     else:
-        assert done.stdout == 3 * ("x" * 100_000 + "\n")
+        assert done.stdout == "said before\n" + 3 * ("x" * 100_000 + "\n")
 
 
 def test_who_reads_no_more_ends_it() -> None:
