@@ -27,7 +27,7 @@ from peer.admission import Admission
 from peer.averaging import Averaging, Prepared
 from peer.members import Members, Standing, Traffic
 from peer.microbatches import ADOPT_S, Microbatches
-from peer.quorum import Quorum, SupersededError
+from peer.quorum import Quorum
 from peer.rebalancing import Rebalancing
 from peer.restoring import Order, Origin, Restoring, Saved
 from peer.stage_server import Probe, no_probe
@@ -148,8 +148,7 @@ class Leader:
         self.adopting = self.term.counter > 1
         if order is not None:
             origin = await order(self.record)
-            if self.quorum.term != self.term:
-                raise SupersededError("another trainer was promised a term meanwhile")
+            self.quorum.check(self.term)
             record = self._opening(origin)
             await self.quorum.commit(record)
             self.record, self.adopting = record, False

@@ -147,6 +147,8 @@ class Quorum:
             self._forced = tuple(sorted(votes))
         elif not self.alone:
             votes |= await self._ask_majority("prepare", ask, stay_s=NAMING_S if new_epoch else 0.0)
+        if self.vote.promised != term:
+            raise SupersededError(f"term {self.vote.promised.counter} was promised meanwhile")
         self.term, self._voided = term, -1
         opening: Opening = open_term(votes)
         log.info("term %d: %s", term.counter, opening.reason)
@@ -158,7 +160,14 @@ class Quorum:
             await self._learn(record)
         if not is_majority(votes, self.electorate):
             raise SupersededError("others vote now than did before")
+        self.check(term)
         return self.vote.committed
+
+    def check(self, term: Term) -> None:
+        """Raises SupersededError unless we still lead in `term`: another may have been promised in
+        any pause since it was won, and nobody is told of that who does not lead yet."""
+        if self.term != term:
+            raise SupersededError("another trainer was promised a term meanwhile")
 
     async def void(self, step: int) -> None:
         """Before the first averaging of `step` in this term: nothing earlier can be chosen now.

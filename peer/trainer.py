@@ -109,6 +109,9 @@ class Trainer(Generic[T]):
                 continue
             self._ordered, self._accept_loss = None, False
             self._aside = False
+            if self.quorum.term != leader.term:  # another was promised as the epoch was opened
+                await leader.aclose()
+                continue
             result, done = await self._lead_one_term(leader)
             if done:
                 return result

@@ -15,7 +15,7 @@ from peer.member import Member
 from swarm.compute import Kind
 from swarm.consensus import Key, is_majority
 from swarm.net.links import peer_of
-from swarm.terms import Record
+from swarm.terms import NO_TERM, Record
 
 if TYPE_CHECKING:
     from tests.protocol.simulated import Swarm
@@ -89,6 +89,8 @@ class Chronicle:
             self._stale.append(leader)
 
     def begins_to_lead(self, name: str, leader: Leader) -> None:
+        if not NO_TERM < leader.term == leader.quorum.term:
+            self.swarm.fail(AssertionError(f"{name} leads in no term of its own"))
         network = self.swarm.network
         for other, trainer in self.swarm.trainers.items():
             if trainer.leader not in (None, leader) and other not in network.frozen:
@@ -134,7 +136,7 @@ class Chronicle:
 
     def stays(self, name: str, replica: Member) -> bool:
         """Whether nothing is under way that takes a process's states away."""
-        failing = self.swarm.computes[name].failing[Kind.UPDATE]
+        failing = self.swarm.computes[name].will_fail(Kind.UPDATE)
         return name not in self.swarm.leaving and not failing and not self.swarm.is_moving(name)
 
     def stays_for_now(self, name: str, replica: Member) -> bool:

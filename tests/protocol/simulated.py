@@ -58,6 +58,10 @@ class FaultyCompute(InlineCompute):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.failing: Counter[Kind] = Counter()
+        self.failed: Counter[Kind] = Counter()  # and whoever asked does not know yet
+
+    def will_fail(self, kind: Kind) -> bool:
+        return self.failing[kind] + self.failed[kind] > 0
 
     async def run(self, kind: Kind, task: Callable[[], Any], seconds: float | None = None) -> Any:
         if not self.failing[kind]:
@@ -67,7 +71,11 @@ class FaultyCompute(InlineCompute):
         def fail() -> None:
             raise RuntimeError("a kernel failed")
 
-        return await super().run(kind, fail)
+        self.failed[kind] += 1
+        try:
+            return await super().run(kind, fail)
+        finally:
+            self.failed[kind] -= 1
 
 
 class SlowDisk(MemoryDisk):

@@ -15,10 +15,12 @@ from peer.leader import Leader
 from peer.publish import Status
 from peer.restoring import AwayError, Origin, Saved
 from peer.snapshots import Snapshot
+from swarm.consensus import Vote
 from swarm.errors import DataError
 from swarm.terms import Record
 from tests.protocol.checkpoints import MemorySaved, snapshot_of
 from tests.protocol.faults import LEADER, Fault
+from tests.protocol.rivals import FIVE, Rival
 from tests.protocol.scenario import LIMIT_S, MAX_DRAWS, TRAINERS
 from tests.protocol.shrink import failure_of
 from tests.protocol.simulated import SlowDisk, Swarm, baseline, plan
@@ -312,6 +314,22 @@ def test_who_looks_for_long_after_its_election_leaves_the_epoch_to_another() -> 
     run_exactly(swarm)
     assert [step for _, step in swarm.epochs] == [2]
     assert swarm.epochs[0][0] > 1
+
+
+def test_who_is_succeeded_while_it_opens_an_epoch_does_not_lead() -> None:
+    """The record that opens it is chosen, and being written at home, as another trainer wins the
+    next term."""
+    swarm = swarm_of(FIVE)
+    swarm.point, swarm.step = "forward", 3
+
+    def opens(vote: Vote) -> bool:
+        accepted = vote.accepted
+        return accepted is not None and accepted.record is not None and accepted.record.restores
+
+    rival = Rival(swarm, "t0", opens, 0.5)
+    run_exactly(swarm)
+    assert rival.has_led
+    assert swarm.epochs == [(1, 2)]
 
 
 def test_an_epoch_that_begins_without_going_back_has_passed_what_was_there() -> None:

@@ -6,9 +6,13 @@ Random ones are in `test_scenarios.py`; every point at which one may die, in `te
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 
+from swarm.consensus import COMPLETING, Vote
+from swarm.net.links import peer_of
+from tests.protocol.rivals import FIVE, Rival
 from tests.protocol.simulated import LEADER, Fault, Swarm, baseline, plan
 
 TRAINERS = ("t0", "t1", "t2")
@@ -84,3 +88,30 @@ def test_with_a_cut_the_majority_of_trainers_goes_on_and_the_others_rejoin(cut_o
     if cut_off == "t2":  # the leader was not touched: nobody waits for an election
         first = next(at for at in times(swarm, "record", "t0") if at > cut)
         assert first - cut < 15.0
+
+
+def promises(vote: Vote) -> bool:
+    return peer_of(vote.promised.incarnation) == "t1"
+
+
+def completes(vote: Vote) -> bool:
+    accepted = vote.accepted
+    return promises(vote) and accepted is not None and accepted.key.attempt == COMPLETING
+
+
+@pytest.mark.parametrize(
+    ("point", "when", "late_s"),
+    [("forward", promises, 0.0), ("record", completes, 0.5)],
+    ids=["while-it-is-promised", "while-it-completes-a-record"],
+)
+def test_a_candidate_that_is_succeeded_before_it_leads_does_not_begin(
+    point: str, when: Callable[[Vote], bool], late_s: float
+) -> None:
+    """The leader dies, t1 wins a term, and t2 the next one before t1 is done with its own."""
+    fault = Fault(point, "kill", step=1, victim=LEADER, duration_s=300.0)
+    leases = {**dict.fromkeys(FIVE, 30.0), "t1": 1.0}
+    swarm = Swarm(plan=plan(8, 3), trainer_ids=FIVE, leases=leases, faults=[fault])
+    rival = Rival(swarm, "t1", when, late_s)
+    assert swarm.run()["sha256"] == baseline(3, 8)[0]
+    assert swarm.fired == [fault], "nothing was injected"
+    assert rival.has_led
