@@ -84,6 +84,8 @@ class Admission:
             self._numerics = self._numerics or numerics  # of the first that was taken
             member = Member(channel.incarnation, stage, tuple(str(a)[:200] for a in addresses))
             member.offer, member.joined_at = offer, asyncio.get_running_loop().time()
+            if not leader.members.by_name:
+                leader.first_comes()
             leader.members.by_name[channel.incarnation] = member
             leader.probe("joined", replica=member.incarnation, stage=member.stage)
         member.slots = slots

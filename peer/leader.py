@@ -154,9 +154,12 @@ class Leader:
             self.record, self.adopting = record, False
             self.probe("epoch", epoch=record.epoch, step=origin.step, checkpoint=record.checkpoint)
         self.saved_step = self.record.saved if self.record else 0
+        self.tasks.spawn(self.restoring.watch(), "is a state lost")
+
+    def first_comes(self) -> None:
+        """The first replica has come: those who served with it are on their way as well."""
         for each in self._microbatches:
             each.adopt_until = asyncio.get_running_loop().time() + ADOPT_S
-        self.tasks.spawn(self.restoring.watch(), "is a state lost")
 
     def _opening(self, origin: Origin) -> Record:
         """The record with which the run goes back."""

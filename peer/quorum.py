@@ -40,11 +40,17 @@ from swarm.terms import NO_TERM, Record, Term
 log = logging.getLogger(__name__)
 RETRY_S = (0.1, 5.0)
 NAMING_S = 2.0  # for trainers that a new epoch could name with the disk they have now
+REACH_S = 10.0  # between two looks whether a majority can still be reached
 LOSS_S = 10.0  # after which those that have not answered are lost, if the operator accepts it
+NO_MAJORITY = "no majority of the run's trainers can be reached"
 
 
 class SupersededError(SwarmError):
     """Another trainer has a higher term: this one must stop ordering."""
+
+
+class OutOfReachError(SupersededError):
+    """No majority of the trainers can be reached: this one commits nothing, another may lead."""
 
 
 class Quorum:
@@ -183,8 +189,9 @@ class Quorum:
     async def commit(self, record: Record) -> None:
         """Durable at a majority when it returns: that is the commit.
 
-        Never gives up within the term: the record may be chosen already. Raises SupersededError,
-        StorageError (our own disk; nothing was promised).
+        Never gives up within the term: the record may be chosen already. Raises SupersededError
+        (OutOfReachError, so that replicas look for whoever can commit), StorageError (our own disk;
+        nothing was promised).
         """
         if record.ballot.term != self.term:
             raise ValueError("a record of another term")
@@ -224,7 +231,7 @@ class Quorum:
         """Ask every other trainer until a majority, ourselves included, has said yes.
 
         Those that have not said a word by then are waited for, `stay_s` at most. With `within_s`
-        whoever answers by then is enough.
+        whoever answers by then is enough. Raises OutOfReachError, if it is a leader that asks.
         """
         votes: dict[str, Vote] = {}
         asked = [trainer for trainer in self._forced or self.trainers if trainer != self.me]
@@ -240,9 +247,15 @@ class Quorum:
         async def until_enough() -> None:
             nonlocal pending
             while pending and (within_s or not is_majority([self.me, *votes], self.electorate)):
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+                done, pending = await asyncio.wait(
+                    pending, timeout=REACH_S, return_when=asyncio.FIRST_COMPLETED
+                )
                 for task in done:
                     votes[tasks[task]] = task.result()
+                if not done and not self._reaches_majority():
+                    self._tell_once(NO_MAJORITY)
+                    if method == "accept":
+                        raise OutOfReachError(NO_MAJORITY)
 
         try:
             with contextlib.suppress(TimeoutError):
@@ -257,6 +270,11 @@ class Quorum:
             for task in tasks:  # those that are done take no notice
                 task.cancel()
         return votes
+
+    def _reaches_majority(self) -> bool:
+        """However slow they are, their heartbeats come."""
+        there = [name for name in self.trainers if self.links.open_channel(name) is not None]
+        return is_majority([self.me, *there], self.electorate)
 
     async def _ask(
         self, trainer: str, method: str, body: Mapping[str, Any], heard: asyncio.Event

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from peer.calls import count
 from peer.leader import Leader
-from peer.quorum import Quorum, SupersededError
+from peer.quorum import OutOfReachError, Quorum, SupersededError
 from peer.restoring import AwayError, GoBack, Order, StandAside
 from swarm.errors import DataError, RefusedError, SwarmError
 from swarm.net.channel import Channel, Message, Method, no_tensors
@@ -131,7 +131,9 @@ class Trainer(Generic[T]):
             self._on_role("another trainer leads now")
             return None, False
         except SupersededError as error:
-            self._on_role(f"another trainer leads now ({error})")
+            self._stand_aside(False)
+            out_of_reach = isinstance(error, OutOfReachError)
+            self._on_role(str(error) if out_of_reach else f"another trainer leads now ({error})")
             return None, False
         except GoBack as error:
             assert leader.restoring.saved is not None

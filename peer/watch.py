@@ -10,7 +10,8 @@ fence, so that nothing waits for ever for what was lost. In a run without troubl
 Between the first missed heartbeat and the end of a silent channel lies *suspicion*: a replica that
 nothing comes from gets no new work while its stage has others, which costs nothing if it is well.
 Once a step waits for suspects alone, waiting longer than it takes to compute their share again is
-a loss, and they are left out of the step; they are taken back as soon as they answer.
+a loss, and they are left out of the step; they are taken back as soon as they answer, and waited
+for twice as long from then on: else a step whose microbatches take longer might never end.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from swarm.errors import StreamClosedError, SwarmError
 from swarm.net.channel import Channel
-from swarm.patience import SUSPECT_S, patience_s, worth_waiting_s
+from swarm.patience import MAX_STRIKES, SUSPECT_S, patience_s, worth_waiting_s
 from swarm.step import Issue, Step
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Watch:
         self.leader = leader
         self._heard: dict[str, float] = {}  # when something last came of a replica that owes
         self._strikes: dict[str, int] = {}  # how often it was left out as hung
+        self._alarms: dict[str, int] = {}  # how often as silent
         self.moved_at = 0.0  # when a microbatch was last issued or acknowledged
         self.suspects: set[str] = set()  # silent for longer than a heartbeat explains
 
@@ -67,6 +69,7 @@ class Watch:
     def forget(self, replica: str) -> None:
         self._heard.pop(replica, None)
         self._strikes.pop(replica, None)
+        self._alarms.pop(replica, None)
         self.suspects.discard(replica)
 
     def patience_of(self, replica: str, *, updating: bool = False) -> float:
@@ -177,7 +180,11 @@ class Watch:
                 share = sum(replica in hops for hops in step.hops)
                 rates = [self.leader.router.measured_s(twin) for twin in twins]
                 limit_s = worth_waiting_s(share, [rate for rate in rates if rate is not None])
+                alarms = self._alarms.get(replica, 0)
+                if alarms:
+                    limit_s = max(limit_s, LISTEN_S) * 2 ** min(alarms, MAX_STRIKES)
                 if twins and now - self.moved_at >= limit_s:
+                    self._alarms[replica] = alarms + 1
                     self.leader.expel(step, replica, f"silent, and all wait for it ({share})")
 
     def _suspect(self, step: Step) -> None:

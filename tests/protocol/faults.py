@@ -101,8 +101,12 @@ def _leave(swarm: Swarm, fault: Fault, who: str) -> None:
 
 
 def _raise(swarm: Swarm, fault: Fault, who: str) -> None:
-    """Its next kernel of the kind that belongs to the point raises."""
-    swarm.computes[who].failing[_kind(fault)] += 1
+    """Its next kernel of the kind that belongs to the point raises. An update may come later, when
+    nobody else has the state."""
+    compute, kind = swarm.computes[who], _kind(fault)
+    compute.failing[kind] += 1
+    if kind is UPDATE and swarm.checkpoints is None:
+        compute.may_fail = lambda: swarm.chronicle.can_lose(who)
 
 
 def _nan(swarm: Swarm, fault: Fault, who: str) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
+from peer.quorum import NO_MAJORITY
 from swarm.consensus import COMPLETING, Vote
 from swarm.net.links import peer_of
 from tests.protocol.rivals import FIVE, Rival
@@ -115,3 +116,40 @@ def test_a_candidate_that_is_succeeded_before_it_leads_does_not_begin(
     assert swarm.run()["sha256"] == baseline(3, 8)[0]
     assert swarm.fired == [fault], "nothing was injected"
     assert rival.has_led
+
+
+@pytest.mark.parametrize("action", ["cut", "deaf"])
+@pytest.mark.parametrize("point", ["forward", "prepared", "record"])
+def test_a_leader_that_reaches_no_other_trainer_gives_its_replicas_up(
+    point: str, action: str
+) -> None:
+    """Only the lines between the trainers are cut, or carry words one way: replicas reach all of
+    them. Another trainer commits what they have counted, long before the lines are mended."""
+    lasts_s = 300.0
+    faults = [
+        Fault(point, action, step=1, victim=LEADER, other=other, duration_s=lasts_s)
+        for other in TRAINERS[1:]
+    ]
+    swarm = Swarm(plan=plan(8, 6), trainer_ids=TRAINERS, faults=faults)
+    assert swarm.run(6)["sha256"] == baseline(6, 8)[0]
+    assert swarm.fired == faults, "nothing was injected"
+    assert set(counted(swarm).values()) == {1}
+    began = next(at for at, _, what, _ in swarm.events if what == "fault")
+    ended = times(swarm, "record", *TRAINERS[1:])[-1]
+    assert ended - began < 20.0
+
+
+@pytest.mark.parametrize("away_s", [8.0, 100.0])
+def test_a_leader_goes_on_when_others_are_back_whose_votes_it_lacked(away_s: float) -> None:
+    faults = [
+        Fault("counted", "kill", step=1, victim=other, duration_s=away_s) for other in TRAINERS[1:]
+    ]
+    swarm = Swarm(plan=plan(8, 6), trainer_ids=TRAINERS, faults=faults)
+    lines: list[str] = []
+    swarm.trainers_say = lines.append
+    assert swarm.run(6)["sha256"] == baseline(6, 8)[0]
+    assert swarm.fired == faults, "nothing was injected"
+    assert set(counted(swarm).values()) == {1}
+    began = next(at for at, _, what, _ in swarm.events if what == "fault")
+    assert times(swarm, "record", *TRAINERS)[-1] - began < away_s + 20.0
+    assert (NO_MAJORITY in lines) is (away_s > 10.0)
