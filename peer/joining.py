@@ -212,7 +212,7 @@ class CatchUp:
 
     async def _describe(self, channels: Mapping[str, Channel]) -> tuple[Description, list[str]]:
         """One step, and the donors that describe its state with the same digests."""
-        ask = {"offer": True}
+        ask = {"offer": True, "anew": self.download is None}
         offers = await _gather({n: c.call("snapshot", ask) for n, c in channels.items()})
         steps = [count(answer.body.get("step")) for answer in offers.values()]
         if not steps:

@@ -216,6 +216,7 @@ class Leader:
         self.adopting = self.averaging = False
         self.live.remove(step)
         self.wake.set()  # nothing of a newer step waits for it any more
+        self.watch.calm()
         self.probe("record", step=record.step)
         self._announce_commit(step, record)
         self.last_step_s = loop.time() - began

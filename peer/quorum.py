@@ -40,17 +40,13 @@ from swarm.terms import NO_TERM, Record, Term
 log = logging.getLogger(__name__)
 RETRY_S = (0.1, 5.0)
 NAMING_S = 2.0  # for trainers that a new epoch could name with the disk they have now
-REACH_S = 10.0  # between two looks whether a majority can still be reached
+REACH_S = 10.0  # without a connection to a majority, until people are told, and a term is over
 LOSS_S = 10.0  # after which those that have not answered are lost, if the operator accepts it
 NO_MAJORITY = "no majority of the run's trainers can be reached"
 
 
 class SupersededError(SwarmError):
     """Another trainer has a higher term: this one must stop ordering."""
-
-
-class OutOfReachError(SupersededError):
-    """No majority of the trainers can be reached: this one commits nothing, another may lead."""
 
 
 class Quorum:
@@ -77,6 +73,7 @@ class Quorum:
             raise ValueError("only the run's trainers vote")
         self.trainers, self.me = tuple(trainers), me
         self.term = NO_TERM  # the one we lead in, if any
+        self.over = False  # the run is finished: nobody may be left to vote
         self._disk, self.addresses, self.on_succeeded = disk, addresses, on_succeeded
         self._highest_seen = disk.vote.promised
         self._voided = -1  # the step our term has voided
@@ -189,9 +186,8 @@ class Quorum:
     async def commit(self, record: Record) -> None:
         """Durable at a majority when it returns: that is the commit.
 
-        Never gives up within the term: the record may be chosen already. Raises SupersededError
-        (OutOfReachError, so that replicas look for whoever can commit), StorageError (our own disk;
-        nothing was promised).
+        Never gives up within the term: the record may be chosen already. Raises SupersededError,
+        StorageError (our own disk; nothing was promised).
         """
         if record.ballot.term != self.term:
             raise ValueError("a record of another term")
@@ -231,7 +227,7 @@ class Quorum:
         """Ask every other trainer until a majority, ourselves included, has said yes.
 
         Those that have not said a word by then are waited for, `stay_s` at most. With `within_s`
-        whoever answers by then is enough. Raises OutOfReachError, if it is a leader that asks.
+        whoever answers by then is enough.
         """
         votes: dict[str, Vote] = {}
         asked = [trainer for trainer in self._forced or self.trainers if trainer != self.me]
@@ -252,10 +248,10 @@ class Quorum:
                 )
                 for task in done:
                     votes[tasks[task]] = task.result()
-                if not done and not self._reaches_majority():
+                if not done and self.over:
+                    raise SupersededError("another trainer has finished the run")
+                if not done and not self.reaches_majority():
                     self._tell_once(NO_MAJORITY)
-                    if method == "accept":
-                        raise OutOfReachError(NO_MAJORITY)
 
         try:
             with contextlib.suppress(TimeoutError):
@@ -271,8 +267,8 @@ class Quorum:
                 task.cancel()
         return votes
 
-    def _reaches_majority(self) -> bool:
-        """However slow they are, their heartbeats come."""
+    def reaches_majority(self) -> bool:
+        """Whether connections to one are open. However slow it answers, its heartbeats come."""
         there = [name for name in self.trainers if self.links.open_channel(name) is not None]
         return is_majority([self.me, *there], self.electorate)
 

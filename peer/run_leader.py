@@ -282,7 +282,7 @@ class LeaderProcess:
     def _on_role(self, text: str) -> None:
         if not text.startswith("leading"):
             self.status.stand_by(text)
-        if text.startswith("going back"):
+        if text.startswith(("going back", "giving")):
             self._say(text)
         log.info("%s", text)
 

@@ -184,11 +184,13 @@ class Donor:
 
     async def _snapshot(self, channel: Channel, message: Message) -> Message:
         """`{}`: the current state. `{step}`: that of a step, now, held, or soon. `{offer}`: which
-        there are. `{release}`: the asker needs nothing any more."""
+        there are; `{anew}` with it: the asker has nothing of a former one any more. `{release}`:
+        it needs nothing any more."""
         body = message.body
-        if body.get("release") is True:
+        if body.get("release") is True or body.get("anew") is True:
             self._readers.pop(channel.incarnation, None)
             self._forget_unused()
+        if body.get("release") is True:
             return Message({})
         if not self.commits.valid:
             raise RefusedError("there is no valid state here")

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 from peer.calls import count
 from peer.leader import Leader
-from peer.quorum import OutOfReachError, Quorum, SupersededError
+from peer.quorum import NO_MAJORITY, REACH_S, Quorum, SupersededError
 from peer.restoring import AwayError, GoBack, Order, StandAside
 from swarm.errors import DataError, RefusedError, SwarmError
 from swarm.net.channel import Channel, Message, Method, no_tensors
@@ -64,6 +64,7 @@ class Trainer(Generic[T]):
         self._ordered, self._accept_loss = order, accept_loss
         self._needed: Order | None = None  # what the last term ended for, if it went back
         self._aside = False  # whether the last term ended for others to lead
+        self._out_of_reach = False  # whether it ended because no majority could be reached
         self._lease_s, self._random = lease_s, random.Random(seed)
         self._heard = asyncio.Event()
         self._leading: asyncio.Task[T] | None = None
@@ -109,7 +110,7 @@ class Trainer(Generic[T]):
                 continue
             self._ordered, self._accept_loss = None, False
             self._aside = False
-            if self.quorum.term != leader.term:  # another was promised as the epoch was opened
+            if self.quorum.term != leader.term:  # another was promised meanwhile
                 await leader.aclose()
                 continue
             result, done = await self._lead_one_term(leader)
@@ -121,19 +122,21 @@ class Trainer(Generic[T]):
     async def _lead_one_term(self, leader: Leader) -> tuple[T | None, bool]:
         self.leader = leader
         self._on_role(f"leading in term {leader.term.counter}")
+        self._out_of_reach = False
         telling = self._tasks.spawn(self._tell(leader.term), "lease")
+        reaching = self._tasks.spawn(self._keep_majority(leader), "majority")
         self._leading = self._tasks.spawn(self._run_lead(leader), "lead")
         try:
             return await self._leading, True
         except asyncio.CancelledError:
             if self.quorum.term == leader.term:
                 raise  # it is this trainer that is stopped, not its term
-            self._on_role("another trainer leads now")
+            lost = f"giving the term up: {NO_MAJORITY}"
+            self._on_role(lost if self._out_of_reach else "another trainer leads now")
             return None, False
         except SupersededError as error:
             self._stand_aside(False)
-            out_of_reach = isinstance(error, OutOfReachError)
-            self._on_role(str(error) if out_of_reach else f"another trainer leads now ({error})")
+            self._on_role(f"another trainer leads now ({error})")
             return None, False
         except GoBack as error:
             assert leader.restoring.saved is not None
@@ -146,11 +149,28 @@ class Trainer(Generic[T]):
             return None, False
         finally:
             telling.cancel()
+            reaching.cancel()
             self.leader = self._leading = None
             # Its replicas must look for the new leader: nothing else tells them.
             for member in leader.members:
                 self.links.end_channels(member.incarnation, "this trainer does not lead any more")
             await leader.aclose()
+
+    async def _keep_majority(self, leader: Leader) -> None:
+        """End a term in which no majority can be reached: it commits nothing any more, and its
+        replicas may reach another leader. Not once every step is committed.
+
+        Looks are counted, not seconds: this process may have been stopped.
+        """
+        in_vain = 0
+        while in_vain * TELL_EVERY_S < REACH_S:
+            await asyncio.sleep(TELL_EVERY_S)
+            needed = leader.next_step < leader.plan.num_steps
+            in_vain = in_vain + 1 if needed and not self.quorum.reaches_majority() else 0
+        if self._leading is not None and self.leader is leader:
+            self._out_of_reach = True
+            self._stand_aside(False)
+            self._leading.cancel()
 
     def _stand_aside(self, for_others: bool) -> None:
         """Lead no more: nobody is told any longer that we do."""
@@ -207,11 +227,14 @@ class Trainer(Generic[T]):
         if channel.peer not in self.quorum.trainers or term.trainer != channel.peer:
             raise RefusedError("only the run's trainers lead")
         self.quorum.heard_of(term)
-        if term >= self.quorum.vote.promised:
+        promised = self.quorum.vote.promised
+        if term >= promised:
             self._heard.set()
-            if message.body.get("finished") is True:
-                self.steps_elsewhere = count(message.body.get("steps"))
-                self.finished_elsewhere.set()
+        # Its last record is committed, whoever leads since: only in a new epoch one goes back.
+        if message.body.get("finished") is True and term.epoch >= promised.epoch:
+            self.steps_elsewhere = count(message.body.get("steps"))
+            self.finished_elsewhere.set()
+            self.quorum.over = True
         return Message({})
 
     async def _tell(self, term: Term) -> None:

@@ -72,6 +72,10 @@ class Watch:
         self._alarms.pop(replica, None)
         self.suspects.discard(replica)
 
+    def calm(self) -> None:
+        """A step was committed."""
+        self._alarms = {name: count - 1 for name, count in self._alarms.items() if count > 1}
+
     def patience_of(self, replica: str, *, updating: bool = False) -> float:
         rates = self.leader.router.measured()
         step = self.leader.step

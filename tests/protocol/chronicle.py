@@ -143,6 +143,15 @@ class Chronicle:
         """Wherever it wants to go: it has not been told that it may."""
         return not replica.finished.is_set()
 
+    def can_spare_now(self, name: str) -> bool:
+        """`can_lose`, where others that will raise as well have not yet."""
+
+        def there(other: str, replica: Member) -> bool:
+            leaves = other in self.swarm.leaving or self.swarm.is_moving(other)
+            return not leaves and not self.swarm.computes[other].failed[Kind.UPDATE]
+
+        return self.can_lose(name, to=there)
+
     def can_lose(self, name: str, to: Callable[[str, Member], bool] | None = None) -> bool:
         """Whether others hold all that a process's stages need to go on; else only a checkpoint
         helps. Others are those for whom `to` is true, `stays` by default."""

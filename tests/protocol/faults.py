@@ -106,7 +106,8 @@ def _raise(swarm: Swarm, fault: Fault, who: str) -> None:
     compute, kind = swarm.computes[who], _kind(fault)
     compute.failing[kind] += 1
     if kind is UPDATE and swarm.checkpoints is None:
-        compute.may_fail = lambda: swarm.chronicle.can_lose(who)
+        spare = swarm.chronicle.can_spare_now
+        compute.may_fail = lambda kind: kind is not UPDATE or spare(who)
 
 
 def _nan(swarm: Swarm, fault: Fault, who: str) -> None:

@@ -59,13 +59,13 @@ class FaultyCompute(InlineCompute):
         super().__init__(*args, **kwargs)
         self.failing: Counter[Kind] = Counter()
         self.failed: Counter[Kind] = Counter()  # and whoever asked does not know yet
-        self.may_fail: Callable[[], bool] = lambda: True  # at this moment
+        self.may_fail: Callable[[Kind], bool] = lambda kind: True  # at this moment
 
     def will_fail(self, kind: Kind) -> bool:
         return self.failing[kind] + self.failed[kind] > 0
 
     async def run(self, kind: Kind, task: Callable[[], Any], seconds: float | None = None) -> Any:
-        if not self.failing[kind] or not self.may_fail():
+        if not self.failing[kind] or not self.may_fail(kind):
             return await super().run(kind, task, seconds)
         self.failing[kind] -= 1
 
