@@ -248,7 +248,7 @@ class Quorum:
                 )
                 for task in done:
                     votes[tasks[task]] = task.result()
-                if not done and self.over:
+                if self.over and (method == "prepare" or not done):
                     raise SupersededError("another trainer has finished the run")
                 if not done and not self.reaches_majority():
                     self._tell_once(NO_MAJORITY)

@@ -90,6 +90,8 @@ class Trainer(Generic[T]):
                     self._on_role("another trainer leads")
                 stands_by = True
                 continue
+            if self.finished_elsewhere.is_set():
+                break
             patience, stands_by = self._patience(), False
             leader = self._make_leader()
             try:
@@ -110,7 +112,9 @@ class Trainer(Generic[T]):
                 continue
             self._ordered, self._accept_loss = None, False
             self._aside = False
-            if self.quorum.term != leader.term:  # another was promised meanwhile
+            if self.quorum.term != leader.term or self.finished_elsewhere.is_set():
+                # Another was promised meanwhile, or has finished the run: its replicas have gone.
+                self._stand_aside(False)
                 await leader.aclose()
                 continue
             result, done = await self._lead_one_term(leader)
@@ -129,7 +133,8 @@ class Trainer(Generic[T]):
         try:
             return await self._leading, True
         except asyncio.CancelledError:
-            if self.quorum.term == leader.term:
+            task = asyncio.current_task()
+            if self.quorum.term == leader.term or (task is not None and task.cancelling()):
                 raise  # it is this trainer that is stopped, not its term
             lost = f"giving the term up: {NO_MAJORITY}"
             self._on_role(lost if self._out_of_reach else "another trainer leads now")
@@ -227,15 +232,28 @@ class Trainer(Generic[T]):
         if channel.peer not in self.quorum.trainers or term.trainer != channel.peer:
             raise RefusedError("only the run's trainers lead")
         self.quorum.heard_of(term)
-        promised = self.quorum.vote.promised
-        if term >= promised:
+        vote, body = self.quorum.vote, message.body
+        if term >= vote.promised:
             self._heard.set()
-        # Its last record is committed, whoever leads since: only in a new epoch one goes back.
-        if message.body.get("finished") is True and term.epoch >= promised.epoch:
-            self.steps_elsewhere = count(message.body.get("steps"))
-            self.finished_elsewhere.set()
-            self.quorum.over = True
+        if body.get("finished") is True:
+            steps = count(body.get("steps"))
+            # Of an earlier term too: with all steps committed, only a new epoch would go back.
+            if term >= vote.promised or (
+                term.epoch >= vote.promised.epoch and steps >= vote.next_step
+            ):
+                self._finished(steps)
         return Message({})
+
+    def _finished(self, steps: int) -> None:
+        """Another trainer has led the run to its end. Nobody may be left to vote, or to serve."""
+        self.steps_elsewhere = steps
+        self.quorum.over = True
+        self.finished_elsewhere.set()
+        self._heard.set()
+        leader = self.leader
+        if leader is not None and leader.next_step >= steps and self._leading is not None:
+            self._stand_aside(False)
+            self._leading.cancel()
 
     async def _tell(self, term: Term) -> None:
         """Tell the others, one task each, so that a silent one delays nobody."""

@@ -11,7 +11,7 @@ Between the first missed heartbeat and the end of a silent channel lies *suspici
 nothing comes from gets no new work while its stage has others, which costs nothing if it is well.
 Once a step waits for suspects alone, waiting longer than it takes to compute their share again is
 a loss, and they are left out of the step; they are taken back as soon as they answer, and waited
-for twice as long from then on: else a step whose microbatches take longer might never end.
+for twice as long the next time: else a step whose microbatches take longer might never end.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ class Watch:
         self.leader = leader
         self._heard: dict[str, float] = {}  # when something last came of a replica that owes
         self._strikes: dict[str, int] = {}  # how often it was left out as hung
-        self._alarms: dict[str, int] = {}  # how often as silent
+        self._alarms: dict[str, int] = {}  # how often as silent, of late
+        self._alarmed: set[str] = set()  # since the last commit
         self.moved_at = 0.0  # when a microbatch was last issued or acknowledged
         self.suspects: set[str] = set()  # silent for longer than a heartbeat explains
 
@@ -73,8 +74,11 @@ class Watch:
         self.suspects.discard(replica)
 
     def calm(self) -> None:
-        """A step was committed."""
-        self._alarms = {name: count - 1 for name, count in self._alarms.items() if count > 1}
+        """A step was committed. Whoever was not left out in it has one alarm less."""
+        for name in self._alarms.keys() - self._alarmed:
+            self._alarms[name] -= 1
+        self._alarms = {name: alarms for name, alarms in self._alarms.items() if alarms}
+        self._alarmed.clear()
 
     def patience_of(self, replica: str, *, updating: bool = False) -> float:
         rates = self.leader.router.measured()
@@ -189,6 +193,7 @@ class Watch:
                     limit_s = max(limit_s, LISTEN_S) * 2 ** min(alarms, MAX_STRIKES)
                 if twins and now - self.moved_at >= limit_s:
                     self._alarms[replica] = alarms + 1
+                    self._alarmed.add(replica)
                     self.leader.expel(step, replica, f"silent, and all wait for it ({share})")
 
     def _suspect(self, step: Step) -> None:

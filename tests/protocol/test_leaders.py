@@ -162,18 +162,20 @@ class OverElsewhere(Swarm):
     def tell(self) -> None:
         trainer = self.trainers["t0"]
         assert trainer.leader is None
-        trainer.finished_elsewhere.set()
-        trainer.quorum.over = True
+        trainer._finished(6)
 
 
-def test_a_candidate_that_hears_that_the_run_is_over_ends() -> None:
+@pytest.mark.parametrize("away_s", [65.0, 1000.0], ids=["then-gets-votes", "gets-none"])
+def test_a_candidate_that_hears_that_the_run_is_over_ends(away_s: float) -> None:
     faults = [
-        Fault("counted", "kill", step=1, victim=other, duration_s=1000.0) for other in TRAINERS[1:]
+        Fault("counted", "kill", step=1, victim=other, duration_s=away_s) for other in TRAINERS[1:]
     ]
-    swarm = OverElsewhere(plan=plan(8, 6), trainer_ids=TRAINERS, faults=faults)
+    leases = {"t0": 1.0, "t1": 300.0, "t2": 300.0}
+    swarm = OverElsewhere(plan=plan(8, 6), trainer_ids=TRAINERS, leases=leases, faults=faults)
     with pytest.raises(AssertionError, match="t0 thinks that the run is over"):
         swarm.run(6)
     assert swarm.fired == faults, "nothing was injected"
+    assert list(swarm.chronicle.terms.values()) == ["t0"]
 
 
 @pytest.mark.parametrize("away_s", [8.0, 100.0])
