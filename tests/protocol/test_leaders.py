@@ -5,13 +5,15 @@ Random ones are in `test_scenarios.py`; every point at which one may die, in `te
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
 
 import pytest
 
+from peer.leader import Leader
 from peer.quorum import NO_MAJORITY
-from swarm.consensus import COMPLETING, Vote
+from swarm.consensus import COMPLETING, Term, Vote
 from swarm.net.links import peer_of
 from tests.protocol.rivals import FIVE, Rival
 from tests.protocol.simulated import LEADER, Fault, Swarm, baseline, plan
@@ -176,6 +178,31 @@ def test_a_candidate_that_hears_that_the_run_is_over_ends(away_s: float) -> None
         swarm.run(6)
     assert swarm.fired == faults, "nothing was injected"
     assert list(swarm.chronicle.terms.values()) == ["t0"]
+
+
+class ValidatesForEver(Swarm):
+    """t0 has committed every step and asks replicas for more that have gone with another leader."""
+
+    behind = 0
+
+    async def lead(self, name: str, leader: Leader) -> None:
+        self.chronicle.begins_to_lead(name, leader)
+        while leader.next_step < self.num_steps:
+            await leader.train_step()
+        trainer, steps = self.trainers["t1"], self.num_steps - self.behind
+        term = Term(leader.term.epoch, 0, "t1#1")  # an earlier one: its leader heard of no other
+        self.later(5.0, lambda: trainer._tasks.spawn(trainer.say_leads("t0", term, steps), "said"))
+        self.later(10.0, lambda: self.fail(AssertionError("t0 goes on")))
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("behind", [0, 1])
+def test_a_leader_with_nothing_left_to_commit_ends_when_another_has_finished(behind: int) -> None:
+    swarm = ValidatesForEver(plan=plan(4, 3), trainer_ids=TRAINERS)
+    swarm.behind = behind
+    said = "t0 goes on" if behind else "t0 thinks that the run is over"
+    with pytest.raises(AssertionError, match=said):
+        swarm.run(3)
 
 
 @pytest.mark.parametrize("away_s", [8.0, 100.0])
