@@ -2,6 +2,13 @@
 
 An attempt ends with every member of every stage having prepared the same bytes, or is aborted and
 repeated under a higher number; who is to blame is expelled, and its share computed again first.
+
+Once all microbatches are given away, and if nothing fails, it is known what each member will have
+counted. So the first attempt of a step is ordered *early*: each member begins as soon as its ledger
+holds that much, and on a long line the last answer's way to the leader and the order's way back
+cost nothing. Where a microbatch is given away once more, or who takes part has changed, the attempt
+is given up, without blame, and another one ordered when the step is complete.
+
 Members also say a fingerprint of the state they hold, before anything is committed: one whose state
 is not its stage's (`swarm.agreement`) must not have a part in the gradient (DESIGN, I5).
 """
@@ -76,38 +83,88 @@ class Prepared:
         self.rates[member] = [min(count(rate), MAX_RATE) for rate in rates]
 
 
+@dataclass(slots=True)
+class Attempt:
+    """What has been ordered: of whom, and who has to answer."""
+
+    step: Step
+    ballot: Ballot
+    groups: list[Group]
+    early: bool
+    calls: dict[asyncio.Task[Mapping[str, Any]], tuple[int, str]] = field(default_factory=dict)
+
+
 class Averaging:
     """The averaging attempts of a `Leader`."""
 
     def __init__(self, leader: Leader) -> None:
         self.leader = leader
+        self._early: Attempt | None = None  # of a step that is not complete yet
+        self._may_be_early = False  # the step has had no attempt yet
         self.owing: set[str] = set()  # asked, and not prepared yet
         self._rates: dict[str, tuple[float, float]] = {}  # bytes/s sent and received, by member
         self._suspects: dict[str, int] = {}  # named by others in failed rounds of this step
         self._nonfinite: set[str] = set()  # whose sums alone were no numbers, in this step
 
     def begin(self) -> None:
+        """A step is the oldest under way now."""
+        self._early, self._may_be_early = None, True
         self._suspects.clear()
         self._nonfinite.clear()
         present = {member.incarnation for member in self.leader.members}
         self._rates = {name: each for name, each in self._rates.items() if name in present}
 
+    def begin_early(self, step: Step) -> None:
+        """All of `step` is given away: order its averaging, unless it is complete anyway, or an
+        earlier leader may have a hand in it."""
+        leader = self.leader
+        sure = leader.quorum.has_voided(step.number) and not leader.microbatches_of(step).adopting
+        if self._may_be_early and sure and not step.complete:
+            self._early = self._begin(step, early=True)
+
+    def give_up(self, step: Step) -> None:
+        """A microbatch of `step` is given away: no early order knows of it."""
+        if self._early is not None and self._early.step is step:
+            early, self._early = self._early, None
+            self._abort(early)
+
+    def _begin(self, step: Step, *, early: bool) -> Attempt:
+        leader, self._may_be_early = self.leader, False
+        number = leader.attempt = step.next_attempt()
+        ballot = Ballot(leader.term, step.number, number)
+        attempt = Attempt(step, ballot, step.groups(), early)
+        for group in attempt.groups:
+            shares = self._shares(group.members)
+            for member in group.members:
+                order = self._order(group, member, attempt, shares)
+                task = leader.tasks.spawn(order, f"average {member[-8:]}")
+                attempt.calls[task] = (group.stage, member)
+        return attempt
+
+    def _abort(self, attempt: Attempt) -> None:
+        """Its orders end with an answer all the same: one may say that a state is wrong."""
+        ballot = attempt.ballot
+        body = {"ballot": [list(ballot.term), ballot.step, ballot.attempt]}
+        for replica in sorted(attempt.step.active):
+            self.leader.tell(replica, "abort", body)
+
+    def _begun(self, step: Step) -> Attempt:
+        """The attempt to wait for, now that the step is complete."""
+        early, self._early = self._early, None
+        if early is not None:
+            if early.groups == step.groups():
+                return early
+            self._abort(early)
+        return self._begin(step, early=False)
+
     async def run(self, step: Step) -> Prepared | None:
         """One averaging attempt over all stages. None: aborted, and the step goes on."""
         leader = self.leader
         leader.averaging = True
-        attempt = leader.attempt = step.next_attempt()
-        ballot = Ballot(leader.term, step.number, attempt)
-        groups = step.groups()
+        attempt = self._begun(step)
+        groups, calls = attempt.groups, attempt.calls
         losses = leader.microbatches_of(step).losses
         prepared = Prepared(groups, total(losses.values()))
-        calls = {}
-        for group in groups:
-            shares = self._shares(group.members)
-            for member in group.members:
-                order = self._order(group, member, ballot, shares)
-                task = leader.tasks.spawn(order, f"average {member[-8:]}")
-                calls[task] = (group.stage, member)
         for _, member in calls.values():
             leader.watch.heard(member)
         failed = await self._gather(step, calls, prepared)
@@ -121,11 +178,7 @@ class Averaging:
             self._learn_rates(prepared)
             return prepared
         leader.averaging = False
-        for task in calls:
-            task.cancel()
-        body = {"ballot": [list(ballot.term), ballot.step, ballot.attempt]}
-        for replica in sorted(step.active):
-            leader.tell(replica, "abort", body)
+        self._abort(attempt)
         for member, error in failed:
             await self._blame(step, member, error)
         return None
@@ -186,19 +239,28 @@ class Averaging:
                 self._rates[member] = (sent, received)
 
     async def _order(
-        self, group: Group, member: str, ballot: Ballot, shares: list[int] | None
+        self, group: Group, member: str, attempt: Attempt, shares: list[int] | None
     ) -> Mapping[str, Any]:
         channel = self.leader.links.open_channel(member)
         if channel is None:
             raise StreamClosedError("no connection to it")
+        ballot = attempt.ballot
         body = {
             "ballot": [list(ballot.term), ballot.step, ballot.attempt],
+            "early": attempt.early,
             "members": list(group.members),
             "expected": group.ledgers[member],
             "shares": shares,
             "nonfinite": member in self._nonfinite,
         }
-        return (await channel.call("average", body)).body
+        try:
+            return (await channel.call("average", body)).body
+        except CallFailedError as error:
+            # At once, also in an attempt that is given up: its microbatches may be issued again
+            # without this being known, but not what its neighbours made of them.
+            if error.detail.get("diverged") is True and attempt.step in self.leader.live:
+                self.leader.admission.diverged(member, attempt.step.number - 1, tie=False)
+            raise
 
     def _compare_states(self, step: Step, prepared: Prepared) -> list[tuple[str, BaseException]]:
         """Whose state is not its stage's: it starts anew, and its part of the step is void."""
@@ -221,7 +283,6 @@ class Averaging:
             return
         leader.doubt(error)
         if error.detail.get("diverged") is True:
-            leader.admission.diverged(member, step.number - 1, tie=False)
             return
         if error.kind == "nonfinite":
             # Others of its stage compute its share. Left to itself it may say so once a step.

@@ -198,7 +198,7 @@ class Leader:
         watching = self._watch(step)
         try:
             while True:
-                await self.microbatches_of(step).run(step, lambda: self._begin_ahead(step))
+                await self.microbatches_of(step).run(step, lambda: self._all_given(step))
                 if await self.admission.hold(step, loop.time() - began):
                     continue
                 await self.quorum.void(step.number)
@@ -258,8 +258,10 @@ class Leader:
             self.tasks.spawn(self.watch.listen(step), "listen"),
         ]
 
-    def _begin_ahead(self, step: Step) -> None:
-        """All of `step`'s microbatches are given away: the next one's follow them."""
+    def _all_given(self, step: Step) -> None:
+        """All of `step`'s microbatches are given away: the next one's follow them, and its members
+        know what they have to wait for before they average."""
+        self.averager.begin_early(step)
         if len(self.live) < self.plan.steps_in_flight and step.number + 1 < self.plan.num_steps:
             self._ahead = self.tasks.spawn(self._work_ahead(self._begin_step()), "ahead")
 

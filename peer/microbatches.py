@@ -169,6 +169,7 @@ class Microbatches:
 
     def _start(self, step: Step, issue: Issue) -> None:
         leader = self.leader
+        leader.averager.give_up(step)  # its members were told who counts what
         task = leader.tasks.spawn(self._drive(step, issue), f"microbatch {issue.index}")
         self.in_flight[issue.index] = task
 

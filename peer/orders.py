@@ -189,19 +189,16 @@ class Orders:
         if not isinstance(expected, list):
             raise WireError("an averaging order without a ledger")
         shares = read_shares(body.get("shares"), len(members))
-        as_it_is = body.get("nonfinite") is True
+        as_it_is, early = (body.get(name) is True for name in ("nonfinite", "early"))
+        share = {count(index) for index in expected}
         if ballot.step == self.server.parts.ledger.step + 1:
             await self.server.parts.commit_of(ballot.step - 1)
         if self.commits.prepared is None or self.commits.prepared.ballot != ballot:
-            frozen = self.server.parts.ledger.freeze(
-                ballot.term, ballot.step, ballot.attempt, {count(index) for index in expected}
-            )
-            if frozen.do is Do.REFUSE:
-                raise CallFailedError("refused", frozen.reason)
+            self._freeze(ballot, share, early)
             if self._round is None or self._round_ballot != ballot:
                 self._stop_round()
                 self._round_ballot = ballot
-                work = self._prepare(ballot, members, shares, as_it_is)
+                work = self._prepare(ballot, members, share, shares, as_it_is, early)
                 self._round = self.server.tasks.spawn(work)
             try:
                 await asyncio.shield(self._round)
@@ -223,14 +220,28 @@ class Orders:
             }
         )
 
+    def _freeze(self, ballot: Ballot, expected: set[int], early: bool) -> bool:
+        """Whether the ledger is frozen now: not yet, if the order is early and some of what is
+        expected is still to be counted. Raises CallFailedError when it will never be."""
+        frozen = self.server.parts.ledger.freeze(
+            ballot.term, ballot.step, ballot.attempt, expected, early=early
+        )
+        if frozen.do is Do.REFUSE:
+            raise CallFailedError("refused", frozen.reason)
+        return frozen.do is Do.RUN
+
     async def _prepare(
         self,
         ballot: Ballot,
         members: Sequence[str],
+        expected: set[int],
         shares: Sequence[int] | None,
         as_it_is: bool,
+        early: bool,
     ) -> Prepared:
         server, term = self.server, ballot.term
+        while not self._freeze(ballot, expected, early):
+            await server.parts.of(ballot.step).changed.wait()
         server.probe("average", step=ballot.step)
         place = f"{server.stage}/{ballot.step}/{ballot.attempt}"
         round_id = f"{term.epoch}/{term.counter}/{term.incarnation}/{place}"
@@ -271,8 +282,9 @@ class Orders:
 
     @property
     def averaging(self) -> bool:
-        """Whether an averaging round runs."""
-        return self._round is not None and not self._round.done()
+        """Whether an averaging round runs, of all that this replica is to count."""
+        frozen = self.server.parts.ledger.frozen_attempt is not None
+        return frozen and self._round is not None and not self._round.done()
 
     def _stop_round(self) -> None:
         if self._round is not None and not self._round.done():

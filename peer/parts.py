@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from peer.kept import KeptAnswers, Work
 from swarm.delayed_state import State
@@ -28,6 +28,12 @@ class Part:
     kept: KeptAnswers
     clearing: asyncio.Task[None] | None = None  # for the last reset
     nonfinite: bool = False  # something counted in this step was no number when it came
+    changed: asyncio.Event = field(default_factory=asyncio.Event)  # replaced at every change
+
+    def tell_changed(self) -> None:
+        """Something was counted, or the ledger is that of another step."""
+        changed, self.changed = self.changed, asyncio.Event()
+        changed.set()
 
 
 class Parts:
@@ -116,6 +122,7 @@ class Parts:
     def _begin(self, part: Part, step: int) -> None:
         self.drop_works(part)
         part.ledger.advance(step)
+        part.tell_changed()
 
     def _tell_advanced(self) -> None:
         advanced, self.advanced = self.advanced, asyncio.Event()

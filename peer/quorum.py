@@ -172,13 +172,17 @@ class Quorum:
         if self.term != term:
             raise SupersededError("another trainer was promised a term meanwhile")
 
+    def has_voided(self, step: int) -> bool:
+        """Whether this term's leader may have `step` averaged."""
+        return self.alone or self._voided >= step
+
     async def void(self, step: int) -> None:
         """Before the first averaging of `step` in this term: nothing earlier can be chosen now.
 
         A trainer alone needs it not, nor does a step that this term has itself begun after a
         commit of its own. Raises SupersededError.
         """
-        if self.alone or self._voided >= step:
+        if self.has_voided(step):
             return
         await self._accept(Key(self.term, step, VOID_ATTEMPT), None, self.vote.committed)
         self._voided = step

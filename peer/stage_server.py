@@ -325,6 +325,7 @@ class StageServer:
         if part.ledger.on_counted(call.step, call.index):
             part.kept.keep(work, timed.value)
             part.kept.counted(work)
+            part.tell_changed()
         self.probe("counted", step=call.step, index=call.index)
         return timed.value
 

@@ -35,6 +35,7 @@ class Do(Enum):
     CONTINUE = "continue"  # the forward runs or is done: go on from there along the new route
     REPEAT = "repeat"  # counted: send the kept y on, answer with the kept dx, add nothing
     AWAIT_COMMIT = "await commit"  # of the step after ours: its commit is on the way
+    AWAIT_COUNT = "await count"  # of what the leader expects: some of it is still computed
     REFUSE = "refuse"
 
 
@@ -223,8 +224,14 @@ class Ledger:
         self.spoiled = False
         return True
 
-    def freeze(self, term: Term, step: int, attempt: int, expected: set[int]) -> Decision:
-        """Averaging begins. RUN when the ledger is what the leader expects, else REFUSE."""
+    def freeze(
+        self, term: Term, step: int, attempt: int, expected: set[int], *, early: bool = False
+    ) -> Decision:
+        """Averaging begins. RUN when the ledger is what the leader expects, else REFUSE.
+
+        An `early` order came before all of it could be counted: AWAIT_COUNT as long as some lacks
+        and nothing is there besides.
+        """
         if not self.see(term):
             return Decision(Do.REFUSE, f"term {term.counter} has been succeeded")
         if step != self.step:
@@ -238,6 +245,8 @@ class Ledger:
         if self.uncertain or self.counted != expected:
             missing = sorted(expected - self.counted)[:5]
             surplus = sorted((self.counted | self.uncertain) - expected)[:5]
+            if early and not surplus:
+                return Decision(Do.AWAIT_COUNT, f"lacks {missing}")
             return Decision(Do.REFUSE, f"ledger differs: lacks {missing}, has besides {surplus}")
         self.frozen_attempt = attempt
         return Decision(Do.RUN, "ledger as expected")

@@ -179,8 +179,11 @@ class Step:
         return self.attempt
 
     def groups(self) -> list[Group]:
-        """Per stage, the members and the microbatches each must have counted."""
-        if not self.complete:
+        """Per stage, the members and the microbatches each must have counted once all are done.
+
+        ValueError while one is still to be given away.
+        """
+        if self.waiting():
             raise ValueError(f"step {self.number} lacks {self.waiting()[:5]}")
         counted: dict[str, list[int]] = {name: [] for name in self.active}
         for index, hops in enumerate(self.hops):
