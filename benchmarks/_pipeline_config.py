@@ -35,7 +35,12 @@ def pipeline_config(
             "optimizer": {"name": "adamw", "lr": 3e-4},
             "schedule": {"kind": "constant", "warmup_steps": 0, "steps": 10_000},
             "wire": {"activations": options.wire, "gradients": gradients},
-            "update": {"policy": policy, "ahead": ahead, "accumulate": accumulate},
+            "update": {
+                "policy": policy,
+                "ahead": ahead,
+                "ahead_since": 0,
+                "accumulate": accumulate,
+            },
             "validation": {"every": 0},
             "checkpoint": {"every": 0},
         },

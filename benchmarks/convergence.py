@@ -18,7 +18,8 @@ it anew. A byte-level Llama of 6 layers in 3 stages; 1.2 M parameters at hidden 
 Settings: `exact`; codecs for both directions (`bfloat16`, `int8`, `int4`, …, or FORWARD/BACKWARD as
 `int4/int8`); any of these with `~` at the end rounds stochastically; `subspace-K`; `delayed` and
 `delayed-N`, where N of a step's microbatches (`--microbatches`) are computed ahead of the commit
-before. Each setting has the peak learning rate that suits it: `--lr`, subspaces `--subspace-lr`.
+before, from a tenth of the steps on. Each setting has the peak learning rate that suits it: `--lr`,
+subspaces `--subspace-lr`.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ SMOOTHED = 80_000  # tokens
 SUBSPACES, HIDDEN = ("subspace-8", "subspace-16", "subspace-32", "subspace-64"), (128, 256, 384)
 GOALS = {"int8": 0.005, "int4": 0.01, "delayed-1": 0.005, "subspace-32": 0.02}  # at hidden 128
 SHORT = ("exact", "int8", "int4", "delayed-1", "subspace-32")
+FRESH_PART = 10  # of the steps of `delayed`, one in so many has nothing ahead
 KEPT_LOSSES = 250  # of a run, about
 TOP_LOSS = 2.4  # of the plot
 DELAYED = ("delayed-1", "delayed-2", "delayed")
@@ -73,7 +75,8 @@ def sections(
         model["subspace"] = int(setting.removeprefix("subspace-"))
     elif setting.startswith("delayed"):
         ahead = int(setting.removeprefix("delayed").removeprefix("-") or microbatches)
-        update = {"policy": "delayed", "ahead": ahead / microbatches}
+        share = ahead / microbatches
+        update = {"policy": "delayed", "ahead": share, "ahead_since": steps // FRESH_PART}
     elif setting != "exact":
         forward, _, backward = setting.removesuffix("~").partition("/")
         wire = {"forward": forward, "backward": backward or forward}
@@ -114,7 +117,7 @@ class Chain:
             new_state(
                 partial(self.pipeline.build_stage, stage),
                 config.optimizer,
-                steps_in_flight=self.plan.steps_in_flight,
+                ahead=self.plan.ahead,
                 accumulate=config.update.accumulate,
             )
             for stage in range(self.pipeline.num_stages)
@@ -148,7 +151,10 @@ class Chain:
         between: Sequence[Tensor] = ()
         last = len(self.states) - 1
         for stage, state in enumerate(self.states):
-            version, divided_by = self._version(state, index), divisor if stage == last else None
+            version, divided_by = (
+                self._version(state, step, index),
+                divisor if stage == last else None,
+            )
             graph = version.forward(step, index, between, batch, divided_by)
             graphs.append(graph)
             if stage < last:
@@ -157,15 +163,16 @@ class Chain:
         gradients: Sequence[Tensor] | None = None
         for stage in range(last, -1, -1):
             state = self.states[stage]
-            version = self._version(state, index)
+            version = self._version(state, step, index)
             answers = version.backward(graphs[stage], gradients, into=state.live[0])
             if stage:
                 sent = self.codecs.encode(answers, stage - 1, BACKWARD, (step, index))
                 gradients = self._arrive(sent, BACKWARD)
         return float(graphs[-1].outputs[0].detach())
 
-    def _version(self, state: State, index: int) -> StageState:
-        return state.live[0] if index < self.plan.ahead else state.live[-1]
+    def _version(self, state: State, step: int, index: int) -> StageState:
+        ahead = self.plan.ahead.of(step)
+        return state.live[0] if index < ahead else state.waiting(ahead)
 
     def _arrive(self, sent: Sequence[WireTensor], direction: str) -> list[Tensor]:
         self.wire_bytes[direction] += sum(each.wire_bytes for each in sent)

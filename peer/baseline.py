@@ -46,7 +46,7 @@ class Baseline:
         self.state = new_state(
             lambda: pipeline.build_stage(0, device),
             optimizer,
-            steps_in_flight=plan.steps_in_flight,
+            ahead=plan.ahead,
             accumulate=accumulate,
             device=device,
         )
@@ -77,9 +77,9 @@ class Baseline:
         state, plan = self.state, self.plan
         batches = [self.batches.batch(step, index) for index in range(plan.num_microbatches)]
         weights = [self.pipeline.weight(batch) for batch in batches]
-        losses, oldest = [], state.live[0]
+        losses, oldest, ahead = [], state.live[0], plan.ahead.of(step)
         for index, batch in enumerate(batches):
-            version = oldest if index < plan.ahead else state.live[-1]
+            version = oldest if index < ahead else state.waiting(ahead)
             graph = version.forward(step, index, (), self._tensors(batch), divisor_of(weights))
             losses.append(float(graph.outputs[0].detach()))
             version.backward(graph, None, into=oldest)

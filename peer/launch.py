@@ -60,7 +60,7 @@ def plan_of(config: RunConfig) -> Plan:
         validation_every=config.validation.every,
         validation_microbatches=config.validation.microbatches,
         optimizer=config.optimizer,
-        ahead=config.microbatches_ahead,
+        ahead=config.ahead,
         accumulate=config.update.accumulate,
         gradient_bytes=(
             contribution_bytes(64, config.update.accumulate, config.wire.gradients) / 64,

@@ -8,8 +8,8 @@ its share is issued again, and the step goes on. `peer.admission` is how replica
 `peer.watch` notices those that live and do nothing.
 
 With a policy that has two steps in flight (*delayed*) the first microbatches of the next step,
-`Plan.ahead` of them, go round from the moment the step has given away all of its own: it is worked
-*ahead* until its predecessor is committed.
+as many as `Plan.ahead` says, go round from the moment the step has given away all of its own: it is
+worked *ahead* until its predecessor is committed.
 """
 
 from __future__ import annotations
@@ -262,7 +262,9 @@ class Leader:
         """All of `step`'s microbatches are given away: the next one's follow them, and its members
         know what they have to wait for before they average."""
         self.averager.begin_early(step)
-        if len(self.live) < self.plan.steps_in_flight and step.number + 1 < self.plan.num_steps:
+        following = step.number + 1
+        has_room = len(self.live) < self.plan.steps_in_flight and following < self.plan.num_steps
+        if has_room and self.plan.ahead.of(following):
             self._ahead = self.tasks.spawn(self._work_ahead(self._begin_step()), "ahead")
 
     async def _work_ahead(self, step: Step) -> None:

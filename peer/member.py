@@ -229,7 +229,7 @@ class Member:
             return new_state(
                 lambda: self.pipeline.build_stage(stage, self.device),
                 self.optimizer,
-                steps_in_flight=self.policy.steps_in_flight,
+                ahead=self.policy.ahead,
                 accumulate=self.accumulate,
                 device=self.device,
             )

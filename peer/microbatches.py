@@ -106,7 +106,7 @@ class Microbatches:
                     begun = sum(len(each.begun) for each in leader.live)
                     if index not in step.begun and (older or begun >= limit):
                         continue
-                    if index >= leader.plan.ahead and step is not leader.live[0]:
+                    if index >= leader.plan.ahead.of(step.number) and step is not leader.live[0]:
                         continue  # it is computed with what the commit before makes
                     if self._not_before.get(index, 0.0) > now or index in self.in_flight:
                         continue

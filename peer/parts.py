@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from peer.kept import KeptAnswers, Work
+from swarm.ahead import Ahead
 from swarm.delayed_state import State
 from swarm.errors import RefusedError
 from swarm.ledger import Ledger
@@ -37,11 +38,11 @@ class Part:
 
 
 class Parts:
-    """Of one replica, whose `state` they begin with. The first `ahead` microbatches of a step need
-    not wait for the commit before it. `release(work)` is told of what is dropped."""
+    """Of one replica, whose `state` they begin with. The microbatches that `ahead` names need not
+    wait for the commit before theirs. `release(work)` is told of what is dropped."""
 
     def __init__(
-        self, state: State, kept_bytes: int, ahead: int, release: Callable[[Work], None]
+        self, state: State, kept_bytes: int, ahead: Ahead, release: Callable[[Work], None]
     ) -> None:
         self.state, self.ahead, self._release = state, ahead, release
         versions = state.live
@@ -64,7 +65,8 @@ class Parts:
     def version(self, part: Part, index: int) -> StageState:
         """What a microbatch of `part` is computed with: those that need not wait for the commit
         before theirs do not see what it makes."""
-        return part.state if index < self.ahead else self.state.live[-1]
+        ahead = self.ahead.of(part.ledger.step)
+        return part.state if index < ahead else self.state.waiting(ahead)
 
     @property
     def oldest(self) -> Part:

@@ -110,7 +110,7 @@ def work_of(config: RunConfig) -> Work:
         microbatches=config.batch.microbatches,
         optimizer=config.optimizer.name,
         accumulate=config.update.accumulate,
-        ahead=config.microbatches_ahead,
+        ahead=config.ahead.microbatches,
     )
 
 

@@ -260,9 +260,7 @@ class PeerProcess:
                 own,
                 pipeline,
                 compute,
-                POLICIES[config.update.policy](
-                    reducer, config.wire.gradients, config.microbatches_ahead
-                ),
+                POLICIES[config.update.policy](reducer, config.wire.gradients, config.ahead),
                 config.optimizer,
                 trainers,
                 find_leader,

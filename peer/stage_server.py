@@ -22,6 +22,7 @@ from peer.calls import FIELDS_CODEC, MicrobatchCall, count, names
 from peer.kept import Work
 from peer.parts import Part, Parts
 from peer.slots import Slots
+from swarm.ahead import NONE, Ahead
 from swarm.compute import Compute, Kind, Timed, WatchedCompute
 from swarm.delayed_state import State
 from swarm.device import Arrivals, Uploader, settle
@@ -76,7 +77,7 @@ class StageServer:
         compute: Compute,
         *,
         codecs: BoundaryCodecs = LOSSLESS,
-        ahead: int = 0,
+        ahead: Ahead = NONE,
         slots: int | None = 4,
         kept_bytes: int = 1 << 30,
         probe: Probe = no_probe,
@@ -190,7 +191,7 @@ class StageServer:
     async def _decide(self, part: Part, call: MicrobatchCall) -> Decision:
         """What the ledger says, once what the microbatch is computed with is there."""
         while True:
-            if call.index >= self.parts.ahead and part.ledger.step == call.step:
+            if call.index >= self.parts.ahead.of(call.step) and part.ledger.step == call.step:
                 await self.parts.commit_of(call.step - 1)
             decision = part.ledger.on_call(
                 call.term, call.step, call.index, call.try_, call.attempt

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from swarm.ahead import NONE, Ahead
 from swarm.model.stage import Stage
 from swarm.optim import OptimizerSettings
 from swarm.spec import TensorSpec
@@ -54,12 +55,12 @@ class Plan:
     optimizer: OptimizerSettings | None = None  # so that states can be told from nonsense
     accumulate: str = "float64"
     gradient_bytes: tuple[float, float] = (8.0, 4.0)  # an element's contribution, and its sum
-    ahead: int = 0  # microbatches of a step that may go round before the commit of the one before
+    ahead: Ahead = NONE  # which microbatches may go round before the commit of the step before
 
     @property
     def steps_in_flight(self) -> int:
         """How many steps are counted before the oldest of them is committed."""
-        return 2 if self.ahead else 1
+        return 2 if self.ahead.microbatches else 1
 
 
 def divisor_of(weights: Iterable[int]) -> float:

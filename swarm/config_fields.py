@@ -21,6 +21,7 @@ from pydantic import (
     model_validator,
 )
 
+from swarm.ahead import NONE, Ahead
 from swarm.config_model import check_model_config, complete_model_config
 from swarm.run_id import canonical_bytes, run_id_of
 
@@ -345,6 +346,12 @@ class UpdateSection(Section):
         description="delayed: share of a step's microbatches that are computed before the commit "
         "of the step before, one step stale. Averaging is hidden behind them, and each costs loss.",
     )
+    ahead_since: int = Field(
+        default=200,
+        ge=0,
+        description="delayed: the step from which on microbatches are computed ahead. Stale "
+        "gradients cost most while the loss still falls fast.",
+    )
     accumulate: Literal["float64", "float32"] = Field(
         default="float64",
         description="float64: the same bits as one process, whatever fails. float32: half the "
@@ -397,11 +404,13 @@ class RunConfig(Section):
         return run_id_of(canonical_bytes(self))
 
     @property
-    def microbatches_ahead(self) -> int:
-        """How many of a step's microbatches may be computed before the commit of the one before."""
+    def ahead(self) -> Ahead:
+        """Which of a step's microbatches may be computed before the commit of the one before."""
         if self.update.policy == "exact":
-            return 0
-        return max(1, round(self.update.ahead * self.batch.microbatches))
+            return NONE
+        all_of_them = self.batch.microbatches
+        first = max(1, round(self.update.ahead * all_of_them))
+        return Ahead(first, all_of_them, self.update.ahead_since)
 
     @model_validator(mode="after")
     def _boundaries(self) -> Self:

@@ -1,12 +1,17 @@
 """A stage that is trained one step stale, so that averaging overlaps with the next step's work.
 
-With the policy *delayed* the first microbatches of step s are computed with V_(s-1), the others
-with V_s, and the commit of s makes V_(s+1) out of V_s with their gradient (V_0 are the first
+With the policy *delayed* the first microbatches of step s, a share f of all, are computed with
+V_(s-1), and the commit of s makes V_(s+1) out of V_s with the gradient of all (V_0 are the first
 weights, and V_(-1) too). So step s+1 can begin before s is averaged (docs/decisions/delayed.md).
+The others wait for V_s, and are computed as far beyond it as balances the first ones, with
+V_s + f / (1 - f) (V_s - V_(s-1)): the mean of where gradients are taken is V_s, so the gradient of
+a step is that of *exact* but for what curvature changes within one update. For f above 1/2 they
+would be further away than the first ones are, so there it is one update. Where all are the first
+ones nothing balances, and the rule is that of PipeDream-2BW (arXiv 2006.09503, section 3.1).
+
 Held are two versions of the parameters, each with the accumulator of the step that begins with it,
-and the optimizer's own state, of the newest. Where all microbatches are the first ones this is the
-update rule of PipeDream-2BW (arXiv 2006.09503, section 3.1). Which are is part of the run, so one
-process computes the same.
+the balanced one, and the optimizer's own state, of the newest. Which microbatches are the first is
+part of the run, so one process computes the same.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from swarm.ahead import Ahead
 from swarm.model.layout import fingerprint
 from swarm.model.stage import Stage
 from swarm.optim import OptimizerSettings
@@ -37,11 +43,15 @@ class DelayedState:
         build: Callable[[], Stage],
         optimizer: OptimizerSettings,
         *,
+        balance: float = 0.0,
         accumulate: str = "float64",
         device: str = "cpu",
     ) -> None:
         self._newest = StageState(build(), optimizer, accumulate=accumulate, device=device)
         self._previous = self._newest.sharing(build())
+        self._balance = balance
+        self._balanced = self._newest.computing(build()) if balance else self._newest
+        self._is_balanced = False  # it is that of V_s
         self.device, self.layout = self._newest.device, self._newest.layout
 
     @property
@@ -60,6 +70,21 @@ class DelayedState:
     @property
     def updates(self) -> int:
         return self._newest.updates
+
+    def waiting(self, ahead: int) -> StageState:
+        """What microbatches are computed with that wait for V_s, in a step in which `ahead` do not.
+
+        Valid until the next commit. Belongs on the compute thread.
+        """
+        if not (ahead and self._balance):
+            return self._newest
+        if not self._is_balanced:
+            # One operation at a time, none fused: the same bits everywhere (DESIGN, I5).
+            newest, update = self._newest.parameters, self._balanced.parameters
+            torch.sub(newest, self._previous.parameters, out=update)
+            update.mul_(self._balance).add_(newest)
+            self._is_balanced = True
+        return self._balanced
 
     def evaluate(self, inputs: Sequence[Tensor], batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Forward only, with the newest version."""
@@ -88,6 +113,7 @@ class DelayedState:
 
     def _turn(self) -> None:
         self._previous, self._newest = self._newest, self._previous
+        self._is_balanced = False
 
     # ---- the state as bytes ---------------------------------------------------------------------
 
@@ -112,6 +138,7 @@ class DelayedState:
         self._newest.load(tensors, updates)
         self._previous.parameters.copy_(previous)
         self._previous.clear()
+        self._is_balanced = False
 
 
 State = StageState | DelayedState
@@ -121,11 +148,13 @@ def new_state(
     build: Callable[[], Stage],
     optimizer: OptimizerSettings,
     *,
-    steps_in_flight: int = 1,
+    ahead: Ahead | None = None,
     accumulate: str = "float64",
     device: str = "cpu",
 ) -> State:
-    """A stage's first state, for a policy with so many steps under way at once: one or two."""
-    if steps_in_flight == 1:
+    """A stage's first state; with `ahead` that of a policy with two steps under way at once."""
+    if ahead is None or not ahead.microbatches:
         return StageState(build(), optimizer, accumulate=accumulate, device=device)
-    return DelayedState(build, optimizer, accumulate=accumulate, device=device)
+    return DelayedState(
+        build, optimizer, balance=ahead.balance, accumulate=accumulate, device=device
+    )

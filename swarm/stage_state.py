@@ -60,15 +60,25 @@ class StageState:
 
     def sharing(self, stage: Stage) -> StageState:
         """The same state in another module, with parameters and accumulator of its own."""
+        other = self.computing(stage)
+        other.accumulator = torch.zeros_like(self.accumulator)
+        return other
+
+    def computing(self, stage: Stage) -> StageState:
+        """Another module with parameters of its own, for forward and for backward into others."""
         other = copy.copy(self)
         other.stage, other.parameters = stage, self.layout.flatten(stage)
-        other.accumulator = torch.zeros_like(self.accumulator)
+        other.accumulator = self.accumulator.new_empty(0)
         return other
 
     @property
     def live(self) -> tuple[StageState, ...]:
         """What the steps under way begin with, the oldest first. One step: this one."""
         return (self,)
+
+    def waiting(self, ahead: int) -> StageState:
+        """What microbatches are computed with that wait for the commit before: this."""
+        return self
 
     def forward(
         self,

@@ -91,7 +91,7 @@ def wide(
         "optimizer": {"name": "sgd", "lr": 1e-9, "momentum": 0.0, "weight_decay": 0.0},
         "schedule": {"kind": "constant", "warmup_steps": 0, "steps": 100_000},
         "wire": wire,
-        "update": {"policy": policy, "ahead": ahead, "accumulate": "float32"},
+        "update": {"policy": policy, "ahead": ahead, "ahead_since": 0, "accumulate": "float32"},
         "validation": {"every": 0},
         "checkpoint": {"every": 0},
     }

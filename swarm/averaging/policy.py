@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from swarm.ahead import NONE, Ahead
 from swarm.averaging.plan import EXACT
 from swarm.averaging.progress import Rates
 from swarm.compute import Compute, Kind
@@ -55,7 +56,7 @@ class UpdatePolicy(Protocol):
     name: str
     unit: str  # what becomes real at once
     cost_of_a_death: str
-    ahead: int  # microbatches of a step that are computed before the commit of the one before
+    ahead: Ahead  # which microbatches are computed before the commit of the step before
     steps_in_flight: int  # whose microbatches are counted before the oldest of them is committed
 
     async def prepare(
@@ -84,7 +85,7 @@ class ExactPolicy:
     cost_of_a_death = "computing again what the dead replica had counted in that step"
     steps_in_flight = 1
 
-    def __init__(self, reducer: Reducer, codec: str = EXACT, ahead: int = 0) -> None:
+    def __init__(self, reducer: Reducer, codec: str = EXACT, ahead: Ahead = NONE) -> None:
         self._reducer, self._codec, self.ahead = reducer, codec, ahead
 
     async def prepare(

@@ -51,7 +51,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Bytes a replica of a stage of `parameters` parameters holds while it trains.
 
-    parameters        4 n   float32 master weights, for each of the `steps_in_flight`
+    parameters        4 n   float32 master weights; with two `steps_in_flight` three times that
     optimizer         8 n   two moments (adamw); 4 n for sgd's momentum
     accumulator       8 n   float64, or 4 n for float32; for each of the `steps_in_flight`
     gradients         4 n   of the microbatch whose backward runs
@@ -62,7 +62,7 @@ def estimate_memory(
     the kept answers, which lie in the host's memory under their own limit (`memory.kept_mib`).
     """
     return MemoryEstimate(
-        parameters=4 * parameters * steps_in_flight,
+        parameters=4 * parameters * (3 if steps_in_flight > 1 else 1),
         optimizer=4 * parameters * OPTIMIZER_TENSORS.get(optimizer, 2),
         accumulator=(8 if accumulate == "float64" else 4) * parameters * steps_in_flight,
         gradients=4 * parameters,

@@ -14,7 +14,7 @@ from tests.process.test_resume import EVERY, STEPS, Runs
 
 
 def delayed(config: RunConfig) -> RunConfig:
-    update = config.update.model_copy(update={"policy": "delayed"})
+    update = config.update.model_copy(update={"policy": "delayed", "ahead_since": 0})
     return config.model_copy(update={"update": update})
 
 

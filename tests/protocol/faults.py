@@ -117,9 +117,9 @@ def _nan(swarm: Swarm, fault: Fault, who: str) -> None:
     if fault.point == "backward":
         spoil_gradients(member.server)
     elif fault.point == "counted":
-        spoil_sum(member.server.state.live[-1])
+        spoil_sum(member.server.state.waiting(1))
     else:
-        spoil_forward(member.server.state.live[-1])
+        spoil_forward(member.server.state.waiting(1))
 
 
 def spoil_forward(state: StageState) -> None:

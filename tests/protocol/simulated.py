@@ -43,6 +43,7 @@ from tests.protocol.tiny import (
     ALL,
     OPTIMIZER,
     TinyBatches,
+    ahead_of,
     baseline,
     pipeline,
     plan,
@@ -489,7 +490,7 @@ class Swarm:
 
     async def main(self, num_steps: int) -> dict[str, str]:
         self.num_steps = num_steps
-        ahead = 0 if self.policy == "exact" else self.ahead
+        ahead = ahead_of(self.policy, self.ahead, self.plan.num_microbatches)
         self.plan = replace(self.plan, num_steps=num_steps, ahead=ahead)
         self.done: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().set_exception_handler(self._callback_raised)

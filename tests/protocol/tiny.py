@@ -15,6 +15,7 @@ from torch import Tensor, nn, tanh
 
 from peer.baseline import Baseline
 from peer.training import Plan, StepResult
+from swarm.ahead import Ahead
 from swarm.model.custom import CustomPipeline, Pipeline
 from swarm.schedule import Schedule
 
@@ -109,6 +110,10 @@ def plan(num_microbatches: int = 4, num_steps: int = 3, **more: Any) -> Plan:
     return Plan(num_microbatches, num_steps, schedule.lr, clip_norm=1.0, **more)
 
 
+def ahead_of(policy: str, ahead: int, num_microbatches: int) -> Ahead:
+    return Ahead() if policy == "exact" else Ahead(min(ahead, num_microbatches), num_microbatches)
+
+
 @functools.cache
 def baseline(
     num_steps: int = 3,
@@ -119,7 +124,7 @@ def baseline(
 ) -> tuple[str, list[StepResult]]:
     """sha256 and step results of the one-process run."""
     batches = TinyBatches(poisoned=poisoned)
-    chosen = plan(num_microbatches, ahead=0 if policy == "exact" else ahead)
+    chosen = plan(num_microbatches, ahead=ahead_of(policy, ahead, num_microbatches))
     oracle = Baseline(chosen, shared_pipeline(1), batches, OPTIMIZER)
     results = list(oracle.steps(num_steps))
     return oracle.report()["sha256"], results

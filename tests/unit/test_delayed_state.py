@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from peer import checkpoints
 from peer.baseline import Baseline
@@ -20,16 +22,17 @@ from peer.kept import Work
 from peer.resume import CheckpointReader
 from peer.snapshots import Snapshot
 from peer.stage_server import StageServer
+from swarm.ahead import Ahead
 from swarm.averaging.policy import POLICIES
 from swarm.compute import InlineCompute
 from swarm.delayed_state import PREVIOUS, DelayedState, State, new_state
 from swarm.ledger import Do, Ledger
+from swarm.model.custom import CustomPipeline, Pipeline
 from swarm.optim import make_optimizer
 from swarm.placement import estimate_memory
 from swarm.terms import Term
 from swarm.wire.codecs import encode
 from tests.protocol.tiny import (
-    ALL,
     OPTIMIZER,
     TinyBatches,
     baseline,
@@ -40,10 +43,11 @@ from tests.protocol.tiny import (
 STEPS = 5
 
 
-def state(steps_in_flight: int = 2) -> State:
-    return new_state(
-        lambda: shared_pipeline(1).build_stage(0), OPTIMIZER, steps_in_flight=steps_in_flight
-    )
+WHOLE, QUARTER = Ahead(4, 4), Ahead(1, 4)
+
+
+def state(ahead: Ahead = WHOLE) -> State:
+    return new_state(lambda: shared_pipeline(1).build_stage(0), OPTIMIZER, ahead=ahead)
 
 
 def batch(step: int) -> dict[str, Tensor]:
@@ -146,9 +150,65 @@ def test_ledgers_that_take_turns() -> None:
     assert ledger.on_call(term, 5, 0, 1, 0).do is Do.REFUSE
 
 
-def test_it_takes_memory_for_a_second_version() -> None:
+def test_the_others_are_computed_as_far_beyond_as_balances_the_first() -> None:
+    """V + c (V - V_before) with c = f / (1 - f), the bits of single operations; at most one update,
+    and none where nothing was computed ahead."""
+    assert [Ahead(n, 4).balance for n in range(5)] == [0.0, 1 / 3, 1.0, 1.0, 0.0]
+    assert [Ahead(1, 4, since=2).of(step) for step in range(4)] == [0, 0, 1, 1]
+    ours = state(QUARTER)
+    for step in range(3):
+        before = ours.parameters.clone()
+        ours.apply(count(ours, step), lr=0.1, scale=1.0)
+        expected = (ours.parameters - before).mul(1 / 3).add(ours.parameters)
+        assert torch.equal(ours.waiting(1).parameters, expected)
+        assert torch.equal(ours.waiting(0).parameters, ours.parameters)
+        assert torch.equal(ours.live[0].parameters, before)
+        assert not ours.accumulator.any()
+    again = state(QUARTER)
+    again.load({name: each.clone() for name, each in ours.tensors().items()}, ours.updates)
+    assert torch.equal(again.waiting(1).parameters, ours.waiting(1).parameters)
+    ours.skip()  # the next step begins where this one did
+    assert torch.equal(ours.waiting(1).parameters, ours.parameters)
+
+
+@pytest.mark.parametrize("first", [1, 2])
+def test_where_curvature_does_not_change_it_is_the_exact_policy(first: int) -> None:
+    """A quadratic loss: stale and balanced gradients have the mean of fresh ones, in every step."""
+    draw = np.random.default_rng(0)
+    data = {name: draw.standard_normal((8, 3)).astype(np.float32) for name in ("x", "y")}
+    line = Pipeline(
+        layers={"line": lambda: nn.Linear(3, 3)},
+        inputs=lambda batch: (batch["x"],),
+        loss=lambda outputs, batch: (outputs[0] - batch["y"]).square().sum(),
+        weight=lambda batch: len(batch["y"]),
+        data=lambda: SimpleNamespace(train=data, validation=data),
+    )
+    pipeline = CustomPipeline(line, seed=0, num_stages=1, microbatch_size=8)
+    batches = SimpleNamespace(batch=lambda step, index: data)  # all alike
+
+    def end(ahead: Ahead) -> Tensor:
+        oracle = Baseline(plan(4, 40, ahead=ahead), pipeline, batches, OPTIMIZER)  # type: ignore[arg-type]
+        list(oracle.steps(40))
+        return oracle.state.parameters
+
+    exact, balanced, stale = end(Ahead()), end(Ahead(first, 4)), end(Ahead(4, 4))
+    assert torch.allclose(exact, balanced, rtol=0, atol=1e-5)
+    assert not torch.allclose(exact, stale, rtol=0, atol=1e-3)
+
+
+def test_nothing_is_ahead_before_its_step() -> None:
+    """Until then it is the exact policy, bit for bit."""
+    late = plan(ahead=Ahead(1, 4, since=3))
+    oracle = Baseline(late, shared_pipeline(1), TinyBatches(), OPTIMIZER)
+    losses = [each.loss for each in oracle.steps(6)]
+    exact = [each.loss for each in baseline(6)[1]]
+    assert losses[:3] == exact[:3]
+    assert losses[3] != exact[3]
+
+
+def test_it_takes_memory_for_more_versions() -> None:
     exact, delayed = estimate_memory(1000), estimate_memory(1000, steps_in_flight=2)
-    assert delayed.total - exact.total == 4000 + 8000
+    assert delayed.total - exact.total == 2 * 4000 + 8000
 
 
 # ---- at a replica --------------------------------------------------------------------------------
@@ -158,7 +218,7 @@ def test_an_answer_computed_again_while_a_step_is_committed_leaves_no_gradient_b
     """Its graph is of what was the newest version when the forward ran, and so is its backward:
     what that leaves in the parameters of a version would be added to a microbatch of another."""
     ours, shape = state(), shared_pipeline(1)
-    server = StageServer(0, ours, shape, InlineCompute(), ahead=1)
+    server = StageServer(0, ours, shape, InlineCompute(), ahead=WHOLE)
     call = MicrobatchCall(Term(0, 1, "t#1"), 0, 1, 1, 0, ("a#1",), 0, 4.0, False)
     fields = [encode(each, FIELDS_CODEC) for _, each in sorted(batch(0).items())]
 
@@ -198,7 +258,7 @@ def test_a_checkpoint_holds_both_versions_whatever_the_cut(tmp_path: Path, num_s
     names = ours.layout.slices(ours.parameters)
     before = ours.layout.slices(ours.live[0].parameters)
     for stage in range(num_stages):
-        read = new_state(lambda k=stage: pipeline.build_stage(k), OPTIMIZER, steps_in_flight=2)  # type: ignore[misc]
+        read = new_state(lambda k=stage: pipeline.build_stage(k), OPTIMIZER, ahead=WHOLE)  # type: ignore[misc]
         snapshot = reader.snapshot(stage)
         read.load(snapshot.tensors, snapshot.updates)
         assert isinstance(read, DelayedState)
@@ -210,7 +270,7 @@ def test_a_checkpoint_holds_both_versions_whatever_the_cut(tmp_path: Path, num_s
 
 
 def test_a_checkpoint_of_another_policy_serves_as_first_weights_do(tmp_path: Path) -> None:
-    exact, delayed = state(1), state(2)
+    exact, delayed = state(Ahead()), state()
     for each in (exact, delayed):
         for step in range(3):
             each.apply(count(each, step), lr=0.1, scale=1.0)
@@ -225,7 +285,7 @@ def test_a_checkpoint_of_another_policy_serves_as_first_weights_do(tmp_path: Pat
 
 def test_a_baseline_that_resumes_ends_with_the_same_bits(tmp_path: Path) -> None:
     def oracle() -> Baseline:
-        return Baseline(plan(ahead=ALL), shared_pipeline(1), TinyBatches(), OPTIMIZER)
+        return Baseline(plan(ahead=WHOLE), shared_pipeline(1), TinyBatches(), OPTIMIZER)
 
     first, second = oracle(), oracle()
     list(first.steps(3))

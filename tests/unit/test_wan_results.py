@@ -136,7 +136,7 @@ def test_a_run_has_the_step_and_the_share_ahead_that_were_asked_for(
         real=False, microbatches=64, microbatch_size=2, policy="delayed", ahead=0.25, parameters=0
     )
     config = config_of(SETTINGS["subspace-8 int4"], options)
-    assert (config.batch.microbatches, config.microbatches_ahead) == (128, 32)
+    assert (config.batch.microbatches, config.ahead.of(0)) == (128, 32)
     options.real = True
     config = config_of(SETTINGS["subspace-8 int4"], options)
     sequence = config.data.sequence
