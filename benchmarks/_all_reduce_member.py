@@ -52,19 +52,23 @@ class BareStreams:
         self.out = out.numpy().data.cast("B")
         self.ready.set()
 
-    def chunks(self, member: int, itemsize: int) -> list[tuple[int, int]]:
-        return [(c.start * itemsize, c.stop * itemsize) for c in self.plan.chunks(member)]
+    def given(self, owner: int) -> list[tuple[int, int]]:
+        size = self.itemsize
+        return [(c.start * size, c.stop * size) for c in self.plan.chunks(owner)]
+
+    def sums(self, owner: int) -> list[tuple[int, int]]:
+        return [(c.start * 4, c.stop * 4) for c in self.plan.replies(owner)]
 
     async def accept(self, stream: Any) -> None:
         await self.ready.wait()
         scratch = memoryview(bytearray(self.plan.chunk_elements * self.itemsize))
 
         async def take() -> None:
-            for start, stop in self.chunks(self.me, self.itemsize):
+            for start, stop in self.given(self.me):
                 await stream.receive_into(scratch[: stop - start])
 
         async def give() -> None:
-            for start, stop in self.chunks(self.me, 4):
+            for start, stop in self.sums(self.me):
                 await stream.send([SUM, self.out[start:stop]])
 
         await asyncio.gather(take(), give())
@@ -76,16 +80,16 @@ class BareStreams:
             stream = await self.transport.dial(peer, BARE, self.addresses[peer])
 
             async def give() -> None:
-                for start, stop in self.chunks(member, self.itemsize):
+                for start, stop in self.given(member):
                     await stream.send([self.local[start:stop]])
 
             async def take() -> None:
-                for start, stop in self.chunks(member, 4):
+                for start, stop in self.sums(member):
                     await stream.receive_exactly(1)
                     await stream.receive_into(self.out[start:stop])
 
             await asyncio.gather(give(), take())
-            stream.abort()
+            await stream.close()
 
         others = [(i, p) for i, p in enumerate(self.plan.members) if i != self.me]
         await asyncio.gather(*(exchange(i, p) for i, p in others))

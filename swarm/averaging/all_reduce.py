@@ -1,4 +1,5 @@
-"""Group all-reduce over direct streams: reduce-scatter and all-gather, in parallel chunks.
+"""Group all-reduce over direct streams: reduce-scatter and all-gather, in parallel chunks; or, for
+two and for little, a direct exchange.
 
 Each member owns one part (`plan`), and dials every other one once per round. On a stream it sends
 its contribution to the other's part, chunk by chunk, and receives the sums on the same stream:
@@ -15,6 +16,11 @@ encodes the sums once, and takes for itself what everybody decodes (I4).
 An owner sums a chunk as soon as all contributions to it are in, in the order of the members, rounds
 once to float32 and sends it while the next ones arrive: one pass, a bounded number of chunks in
 memory. Everybody, the owner included, takes the rounded sum, so all hold the same bytes (I4, I6).
+
+In a round whose plan is direct (`plan.is_direct`) the part of each is the whole, and no sums come
+back: one hop instead of two. All add the same terms in the same order: what they decode, their own
+contribution like the others', so again all hold the same bytes. Who is done closes its streams,
+and what the transport still has of its contributions arrives.
 
 Why not hivemind's averager: when a reducer dies it reports success with local values in that part,
 so replicas diverge; and for the same bytes it takes longer (docs/results.md). Here a round has a

@@ -82,6 +82,7 @@ class Link:
     num_in: Count = field(default_factory=Count)  # chunks of my part that have come from it
     num_sent: int = 0  # sends to it that have completed
     contributed: bool = False  # it has taken all that I have for its part
+    received: bool = False  # all that it has for my part has come in
     collected: bool = False  # I have all sums of its part
     replied: bool = False  # it has taken all sums of my part
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # its stream is no longer served
@@ -92,7 +93,7 @@ class Link:
 
     @property
     def complete(self) -> bool:
-        return self.contributed and self.collected and self.replied
+        return self.contributed and self.received and self.collected and self.replied
 
     def signs_of_life(self) -> tuple[int, ...]:
         received = (s.received_bytes for s in (self.dialled, self.incoming) if s is not None)

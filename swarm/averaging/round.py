@@ -56,6 +56,7 @@ class Round:
         self._dtype = np.dtype(plan.accumulate)
         self._coded = plan.codec != EXACT
         self._sums: list[Buffer] = []  # of my part, encoded, chunk by chunk
+        self._given: dict[Chunk, tuple[Buffer, int]] = {}  # encoded, and by how many still needed
         self._num_chunks = plan.num_chunks(self.index)
         self._links = {m: Link(i, m) for i, m in enumerate(plan.members) if m != me}
         self._num_reduced = Count()
@@ -68,7 +69,8 @@ class Round:
         """Exchange with all members. Raises as `GroupAllReduce.all_reduce` says."""
         for link in self._links.values():
             link.active_at = asyncio.get_running_loop().time()
-            link.replied = not self._num_chunks
+            link.received = not self._num_chunks
+            link.replied = not any(self.plan.replies(self.index))
             if self.plan.num_chunks(link.index):
                 self._spawn(link, self._contribute(link, dial))
             else:
@@ -78,6 +80,7 @@ class Round:
         self._check_done()
         try:
             await self._done
+            await self._hang_up()
         except RoundFailedError:
             await self._give_up()
             raise
@@ -96,6 +99,7 @@ class Round:
             await self._replies.aclose()
             self._data = self._result = memoryview(b"")
             self._sums.clear()
+            self._given.clear()
             self.ended.set()
 
     def rates(self) -> Rates:
@@ -155,18 +159,13 @@ class Round:
         self._spawn(link, self._collect(link, stream))
         await stream.send(encode_frame(header))
         for chunk in self.plan.chunks(link.index):
-            mine = _bytes_of(self._data, chunk, self._dtype.itemsize)
-            if self._coded:
-                values = np.frombuffer(mine, self._dtype)
-                await stream.send([encode_chunk(values, self.plan.codec)])
-            else:
-                await stream.send([mine])
+            await stream.send([self._given_for(chunk)])
             link.num_sent += 1
         link.contributed = True
         self._check_done()
 
     async def _collect(self, link: Link, stream: Stream) -> None:
-        for chunk in self.plan.chunks(link.index):
+        for chunk in self.plan.replies(link.index):
             status = await stream.receive_exactly(1)
             if status == _NOTICE:
                 raise await self._read_notice(link, stream)
@@ -202,9 +201,11 @@ class Round:
             if number:  # the first also waits for the member to begin
                 link.meter.add(size, clock() - began)
             link.num_in.advance()
+        link.received = True
+        self._check_done()
 
     async def _reply(self, link: Link, stream: Stream) -> None:
-        for number, chunk in enumerate(self.plan.chunks(self.index)):
+        for number, chunk in enumerate(self.plan.replies(self.index)):
             await self._num_reduced.reach(number + 1)
             if self.failure is not None:
                 break
@@ -222,38 +223,65 @@ class Round:
         if not self._num_chunks:
             return
         window = min(self.limits.window, self._num_chunks)
-        mine = np.frombuffer(self._data, self._dtype)
         out = np.frombuffer(self._result, np.float32)
-        work = np.empty(min(self.plan.chunk_elements, len(mine)), self._dtype)
+        work = np.empty(min(self.plan.chunk_elements, len(out)), self._dtype)
         for number, chunk in enumerate(self.plan.chunks(self.index)):
             for link in self._links.values():
                 await link.num_in.reach(number + 1)
             terms = [
                 self._contribution(self._links[member], number % window, chunk)
                 if member != self.me
-                else mine[chunk.start : chunk.stop]
+                else self._own(chunk)
                 for member in self.plan.members
             ]
             part = out[chunk.start : chunk.stop]
             sum_rounded(terms, work[: chunk.num_elements], part)
-            if self._coded:  # I take what the others decode
+            if self._coded and not self.plan.direct:  # I take what the others decode
                 data = encode_chunk(part, self.plan.codec)
                 self._sums.append(data)
                 part[:] = decode_chunk(data, chunk.num_elements, self.plan.codec)
             self._num_reduced.advance()
             await asyncio.sleep(0)  # a turn for everything else in this process
+        self._check_done()
 
     def _contribution(self, link: Link, slot: int, chunk: Chunk) -> np.ndarray:
         """What a member gave for a chunk, in the accumulator's dtype."""
         data = link.buffers[slot, : self.plan.contribution_bytes(chunk.num_elements)]
         if not self._coded:
             return data.view(self._dtype)
-        return decode_chunk(data.data, chunk.num_elements, self.plan.codec).astype(self._dtype)
+        return self._decoded(data.data, chunk)
+
+    def _own(self, chunk: Chunk) -> np.ndarray:
+        """What I give for a chunk; as the others see it, where they add it too."""
+        if self._coded and self.plan.direct:
+            return self._decoded(self._given_for(chunk), chunk)
+        mine = _bytes_of(self._data, chunk, self._dtype.itemsize)
+        return np.frombuffer(mine, self._dtype)
+
+    def _given_for(self, chunk: Chunk) -> Buffer:
+        """The bytes of my contribution to a chunk. Encoded once, and kept for as long as others of
+        this round need the same: in a direct one all members do, and I."""
+        if not self._coded:
+            return _bytes_of(self._data, chunk, self._dtype.itemsize)
+        if chunk in self._given:
+            data, needed = self._given.pop(chunk)
+        else:
+            mine = _bytes_of(self._data, chunk, self._dtype.itemsize)
+            data = encode_chunk(np.frombuffer(mine, self._dtype), self.plan.codec)
+            needed = len(self.plan.members) if self.plan.direct else 1
+        if needed > 1:
+            self._given[chunk] = data, needed - 1
+        return data
+
+    def _decoded(self, data: Buffer, chunk: Chunk) -> np.ndarray:
+        decoded = decode_chunk(data, chunk.num_elements, self.plan.codec)
+        return decoded.astype(self._dtype)
 
     # How a round ends
 
     def _check_done(self) -> None:
-        if not self._done.done() and all(link.complete for link in self._links.values()):
+        reduced = self._num_reduced.value == self._num_chunks
+        if reduced and not self._done.done() and all(x.complete for x in self._links.values()):
             self._done.set_result(None)
 
     def _spawn(
@@ -304,6 +332,14 @@ class Round:
                     await link.gone.wait()
         except TimeoutError:
             pass
+
+    async def _hang_up(self) -> None:
+        """All is well here. What I gave and is still under way arrives all the same, for the peers
+        that need it: in a direct round nothing that came back has said that they have it."""
+        for link in self._links.values():
+            if link.dialled is not None:
+                await link.dialled.close()
+                link.dialled = None
 
     def _abort_dialled(self) -> None:
         for link in self._links.values():

@@ -37,13 +37,18 @@ def byte_view(tensor: Tensor, dtype: torch.dtype) -> memoryview:
 def sum_rounded(terms: Sequence[np.ndarray], work: np.ndarray, out: np.ndarray) -> None:
     """out = float32(terms[0] + terms[1] + …), added from left to right in the terms' dtype.
 
-    Overflow gives inf, as it does in torch; the caller looks for it once over all.
+    Overflow gives inf, as it does in torch; the caller looks for it once over all. Whose NaN comes
+    through an addition, and with which sign one is born, differs between processors: here it is
+    always the same, since in a direct round every member adds for itself.
     """
     with np.errstate(all="ignore"):
         np.add(terms[0], terms[1], out=work)
         for term in terms[2:]:
             np.add(work, term, out=work)
         np.copyto(out, work, casting="same_kind")
+    nan = np.isnan(out)
+    if nan.any():
+        out[nan] = np.nan
 
 
 def encode_chunk(values: np.ndarray, codec: str) -> Buffer:

@@ -112,6 +112,8 @@ class Pipe:
             self.ended = StreamClosedError(f"stream from {self.source} to {self.target} {why}")
         self.in_flight.clear()
         self.changed.set()
+        for stream in self.streams:
+            stream.forget_if_over()
 
     async def wait(self) -> None:
         self.changed.clear()
@@ -197,6 +199,12 @@ class MemoryStream:
         if not self._closed and not self._out.ended and not self._aborted:
             self._out.push(None)
         self._closed = True
+        self.forget_if_over()
+
+    def forget_if_over(self) -> None:
+        """Closed here, and the peer has left: no fault can change anything any more."""
+        if self._closed and self._in.ended:
+            self._out.network.forget(self)
 
     def finish(self) -> None:
         """Its user has gone: abort, but what was sent before a close still arrives."""

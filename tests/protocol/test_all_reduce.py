@@ -13,12 +13,24 @@ import torch
 from torch import Tensor
 
 from swarm.averaging.all_reduce import PROTOCOL, GroupAllReduce, Limits, RoundFailedError
-from swarm.averaging.plan import CHUNK_ELEMENTS, balanced_shares, link_rates, make_plan
+from swarm.averaging.plan import (
+    CHUNK_ELEMENTS,
+    EXACT,
+    balanced_shares,
+    is_direct,
+    link_rates,
+    make_plan,
+)
 from swarm.net.memory import MemoryNetwork
 from swarm.sim.virtual_time import run
+from swarm.wire.codecs import decode, encode
 from swarm.wire.frames import encode_frame
 
 CHUNK = 32
+DIRECT, PARTS = (
+    1000,
+    5000,
+)  # elements of float64 with which all groups here exchange directly, or not
 NAMES = [f"peer{i}#0000000{i}" for i in range(5)]
 
 
@@ -52,10 +64,22 @@ class Group:
         made.serve()
         return made
 
-    def expected(self) -> Tensor:
-        total = self.before[self.members[0]]
-        for member in self.members[1:]:
-            total = total + self.before[member]
+    def direct(self, codec: str = EXACT) -> bool:
+        some = self.local[self.members[0]]
+        dtype = str(some.dtype).removeprefix("torch.")
+        return is_direct(len(self.members), some.numel(), dtype, codec)
+
+    def expected(self, codec: str = EXACT) -> Tensor:
+        """The sum that all members of a round hold; with a codec, of a direct one."""
+        terms = [self.before[member] for member in self.members]
+        if codec != EXACT:
+            terms = [
+                torch.cat([decode(encode(x.float(), codec)) for x in term.split(CHUNK)]).to(term)
+                for term in terms
+            ]
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term
         return total.to(torch.float32)
 
     async def member(self, member: str, round_id: str = "1", **options: Any) -> None:
@@ -96,10 +120,13 @@ def simulate(
 
 
 @pytest.mark.parametrize("num_members", [1, 2, 3, 4, 5])
-@pytest.mark.parametrize("num", [0, 1, 31, 1000])
+@pytest.mark.parametrize("num", [0, 1, 31, DIRECT, PARTS])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_all_hold_the_sum_rounded_once(num_members: int, num: int, dtype: torch.dtype) -> None:
     async def script(group: Group) -> None:
+        if num >= DIRECT:
+            direct = num == DIRECT or num_members == 1 or (num_members, dtype) == (2, torch.float32)
+            assert group.direct() is direct
         assert await group.everyone() == [None] * num_members
         expected = group.expected()
         for out in group.out.values():
@@ -124,24 +151,44 @@ def test_codecs_give_all_the_same_bytes(codec: str, dtype: torch.dtype) -> None:
         outs.append(first)
 
     for _ in range(2):
-        simulate(lambda: Group(3, 1000, dtype), script)
+        simulate(lambda: Group(3, 40_000, dtype, chunk_elements=1024), script)
     assert torch.equal(outs[0], outs[1])
 
 
+@pytest.mark.parametrize("codec", ["float16", "bfloat16", "int8"])
+@pytest.mark.parametrize(("num_members", "num"), [(2, 5000), (3, 1000), (5, 500)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_directly_all_add_what_was_sent(
+    codec: str, num_members: int, num: int, dtype: torch.dtype
+) -> None:
+    """I4: of its own contribution, too, a member adds what the others decode; and rounds once."""
+
+    async def script(group: Group) -> None:
+        assert group.direct(codec)
+        assert await group.everyone(codec=codec) == [None] * num_members
+        for out in group.out.values():
+            assert torch.equal(out, group.expected(codec))
+
+    simulate(lambda: Group(num_members, num, dtype), script)
+
+
 @pytest.mark.parametrize("codec", ["float16", "int8"])
-def test_codecs_do_not_hide_what_is_not_finite(codec: str) -> None:
+@pytest.mark.parametrize(("num", "direct"), [(1000, True), (20_000, False)])
+def test_codecs_do_not_hide_what_is_not_finite(codec: str, num: int, direct: bool) -> None:
     async def script(group: Group) -> None:
         group.local[group.members[1]][300] = math.inf
         group.before[group.members[1]][300] = math.inf
+        assert group.direct(codec) is direct
         assert await group.everyone(codec=codec) == [None] * 3
         for out in group.out.values():
             assert not bool(torch.isfinite(out[300]))
             assert bool(torch.isfinite(out[:100]).all())
 
-    simulate(lambda: Group(3, 1000, torch.float64), script)
+    simulate(lambda: Group(3, num, torch.float64), script)
 
 
-def test_members_with_unlike_codecs_or_shares_do_not_average() -> None:
+@pytest.mark.parametrize("num", [DIRECT, PARTS])
+def test_members_with_unlike_codecs_or_shares_do_not_average(num: int) -> None:
     async def script(group: Group) -> None:
         one, two = group.members
         for number, (mine, theirs) in enumerate(
@@ -154,7 +201,7 @@ def test_members_with_unlike_codecs_or_shares_do_not_average() -> None:
             )
             assert all(isinstance(each, RoundFailedError) for each in results)
 
-    simulate(lambda: Group(2, 1000, torch.float64), script)
+    simulate(lambda: Group(2, num, torch.float64), script)
 
 
 def test_no_split_changes_an_exact_sum() -> None:
@@ -225,21 +272,23 @@ def test_shares_by_what_was_measured_spare_the_slow(
     simulate(group, script)
 
 
-def test_overflow_and_nan_travel() -> None:
+@pytest.mark.parametrize("num", [100, PARTS])
+def test_overflow_and_nan_travel(num: int) -> None:
     async def script(group: Group) -> None:
         for m in group.members:
-            group.local[m][:3] = torch.tensor([1e300, float("nan"), float("inf")])
+            group.local[m][:3] = torch.tensor([1e300, -float("nan"), float("inf")])
         group.before = {m: t.clone() for m, t in group.local.items()}
         assert await group.everyone() == [None, None]
         first, second = group.out.values()
         assert first.view(torch.int32).equal(second.view(torch.int32))
         assert first[0] == float("inf")
         assert first[1].isnan()
+        assert first[1].view(torch.int32) == 0x7FC00000, "the same on every processor"
         group.local = group.before  # NaN is not equal to itself
         group.local = {m: torch.zeros(1) for m in group.members}
         group.before = dict(group.local)
 
-    simulate(lambda: Group(2, 100, torch.float64), script)
+    simulate(lambda: Group(2, num, torch.float64), script)
 
 
 @pytest.mark.parametrize("num_members", [2, 3, 5])
@@ -336,6 +385,150 @@ def test_whatever_fails_whenever(seed: int) -> None:
         assert blamed
 
 
+DIRECT_GROUPS = [  # members, elements, codec
+    (2, 1000, EXACT),
+    (2, 60_000, "int8"),
+    (3, 1000, EXACT),
+    (4, 1000, EXACT),
+]
+MOMENTS_S = [n / 400 for n in range(22)]  # a hop takes 5 to 15 ms, dialling two of them
+
+
+def watched(codec: str, num: int) -> int:
+    """Elements of a chunk, so that a long direct round has a middle."""
+    return CHUNK if codec == EXACT else num // 8
+
+
+@pytest.mark.parametrize("fault", ["kill", "freeze", "cancel", "cut"])
+@pytest.mark.parametrize(("num_members", "num", "codec"), DIRECT_GROUPS)
+def test_whatever_fails_in_a_direct_round(
+    fault: str, num_members: int, num: int, codec: str
+) -> None:
+    """At every moment: who returns has the sum, who raises names one that failed, nothing stays."""
+    ends: set[str] = set()
+
+    async def at(moment_s: float, group: Group) -> None:
+        assert group.direct(codec)
+        expected = group.expected() if codec == EXACT else None
+        victim, other = group.members[1], group.members[0]
+        peers = [each.split("#")[0] for each in (victim, other)]
+        failed = {victim, other} if fault == "cut" else {victim}
+        tasks = {m: asyncio.ensure_future(group.member(m, codec=codec)) for m in group.members}
+        await asyncio.sleep(moment_s)
+        if fault == "freeze":
+            group.network.freeze(peers[0])
+        elif fault == "cut":
+            group.network.cut(*peers)
+        else:
+            if fault == "kill":
+                group.network.kill(peers[0])
+            tasks[victim].cancel()
+        await asyncio.wait(tasks.values())
+        assert asyncio.get_running_loop().time() < 60.0
+        outs = []
+        for member, task in tasks.items():
+            if member == victim and fault != "cut":
+                continue
+            error = task.exception()
+            ends.add("returned" if error is None else "raised")
+            if error is None:
+                outs.append(group.out[member])
+            else:
+                assert isinstance(error, RoundFailedError)
+                assert error.peer in failed, (moment_s, error)
+        if not tasks[victim].cancelled() and tasks[victim].exception() is None:
+            outs.append(group.out[victim])
+        assert all(torch.equal(out, outs[0]) for out in outs)
+        if expected is not None:
+            assert all(torch.equal(out, expected) for out in outs)
+        group.network.thaw(peers[0])
+        group.network.heal()
+        await asyncio.sleep(100)
+        for reducer in group.reducers.values():
+            assert not reducer._rounds
+            assert not reducer._parked
+        assert not any(transport.streams for transport in group.network.transports.values())
+        group.members = [m for m in group.members if m != victim]
+        assert await group.everyone("again", codec=codec) == [None] * len(group.members)
+
+    for moment_s in MOMENTS_S:
+        simulate(
+            lambda: Group(num_members, num, torch.float64, chunk_elements=watched(codec, num)),
+            lambda group, moment_s=moment_s: at(moment_s, group),  # type: ignore[misc]
+        )
+    assert ends == {"returned", "raised"}
+
+
+def test_a_direct_round_takes_one_hop() -> None:
+    took, hop_s = {}, 0.01
+    dialling_s = 2 * hop_s  # in memory; libp2p names the protocol along with the first bytes
+
+    async def script(group: Group) -> None:
+        group.network.jitter = 0.0
+        began = asyncio.get_running_loop().time()
+        assert await group.everyone() == [None] * 3
+        took[group.direct()] = asyncio.get_running_loop().time() - began - dialling_s
+
+    for num in (DIRECT, PARTS):
+        simulate(lambda num=num: Group(3, num, torch.float64), script)  # type: ignore[misc]
+    assert took[True] == pytest.approx(hop_s, rel=0.1)
+    assert took[False] == pytest.approx(2 * hop_s, rel=0.1)
+
+
+def test_who_is_done_first_leaves_what_the_other_needs() -> None:
+    """And does not wait for it to arrive: the one whose line is slow has all it needs, itself."""
+
+    async def script(group: Group) -> None:
+        slow, fast = group.members
+        group.network.rates["peer0", "peer1"] = 1e6  # 320 kB take 2.6 s
+        tasks = {m: asyncio.ensure_future(group.member(m)) for m in group.members}
+        await asyncio.sleep(1.0)
+        assert tasks[slow].done()
+        assert not tasks[fast].done()
+        await asyncio.wait(tasks.values())
+        for member in group.members:
+            assert tasks[member].exception() is None
+            assert torch.equal(group.out[member], group.expected())
+        await asyncio.sleep(1.0)
+        assert not any(transport.streams for transport in group.network.transports.values())
+
+    simulate(lambda: Group(2, 80_000, torch.float32), script)
+
+
+@pytest.mark.parametrize("num", [DIRECT, PARTS])
+def test_who_dies_before_it_begins_is_named_at_once(num: int) -> None:
+    """It has taken what it needed, and owes all."""
+
+    async def script(group: Group) -> None:
+        first, second = group.members
+        task = asyncio.ensure_future(group.member(first))
+        await asyncio.sleep(1.0)
+        group.network.kill("peer1")
+        await asyncio.wait([task])
+        assert asyncio.get_running_loop().time() < 3.0
+        error = task.exception()
+        assert isinstance(error, RoundFailedError)
+        assert error.peer == second
+
+    simulate(lambda: Group(2, num, torch.float64), script)
+
+
+def test_who_is_done_and_dies_is_blamed_by_who_is_not() -> None:
+    async def script(group: Group) -> None:
+        slow, fast = group.members
+        group.network.rates["peer0", "peer1"] = 1e6
+        tasks = {m: asyncio.ensure_future(group.member(m)) for m in group.members}
+        await asyncio.sleep(1.0)
+        assert tasks[slow].done()
+        group.network.kill("peer0")
+        await asyncio.wait(tasks.values())
+        error = tasks[fast].exception()
+        assert isinstance(error, RoundFailedError)
+        assert error.peer == slow
+
+    simulate(lambda: Group(2, 80_000, torch.float32), script)
+
+
 def test_abort_everywhere_then_the_next_attempt_at_once() -> None:
     async def script(group: Group) -> None:
         for attempt in range(5):
@@ -371,7 +564,8 @@ def test_one_member_aborts_and_the_others_hear_of_it() -> None:
     simulate(lambda: Group(3, 40_000, torch.float64), script)
 
 
-def test_a_late_starter_is_waited_for() -> None:
+@pytest.mark.parametrize("num", [DIRECT, PARTS])
+def test_a_late_starter_is_waited_for(num: int) -> None:
     async def script(group: Group) -> None:
         async def later(member: str, delay_s: float) -> None:
             await asyncio.sleep(delay_s)
@@ -383,10 +577,11 @@ def test_a_late_starter_is_waited_for() -> None:
         for out in group.out.values():
             assert torch.equal(out, group.expected())
 
-    simulate(lambda: Group(3, 3000, torch.float64), script)
+    simulate(lambda: Group(3, num, torch.float64), script)
 
 
-def test_a_member_that_never_starts_is_named() -> None:
+@pytest.mark.parametrize("num", [DIRECT, PARTS])
+def test_a_member_that_never_starts_is_named(num: int) -> None:
     async def script(group: Group) -> None:
         first, second, absent = group.members
         errors = await asyncio.gather(
@@ -397,10 +592,11 @@ def test_a_member_that_never_starts_is_named() -> None:
             assert error.peer == absent, error
         assert not group.reducers[absent]._parked
 
-    simulate(lambda: Group(3, 3000, torch.float64), script)
+    simulate(lambda: Group(3, num, torch.float64), script)
 
 
-def test_another_life_of_a_peer_is_refused() -> None:
+@pytest.mark.parametrize("num", [DIRECT, PARTS])
+def test_another_life_of_a_peer_is_refused(num: int) -> None:
     async def script(group: Group) -> None:
         first, second = group.members
         group.network.kill(second.split("#")[0])
@@ -411,10 +607,11 @@ def test_another_life_of_a_peer_is_refused() -> None:
         assert caught.value.peer == second
         assert "life" in str(caught.value)
 
-    simulate(lambda: Group(2, 3000, torch.float64), script)
+    simulate(lambda: Group(2, num, torch.float64), script)
 
 
-def test_unlike_plans_fail_on_both_sides() -> None:
+@pytest.mark.parametrize("num", [DIRECT, PARTS])
+def test_unlike_plans_fail_on_both_sides(num: int) -> None:
     async def script(group: Group) -> None:
         first, second = group.members
         group.local[second] = group.before[second] = torch.zeros(2000, dtype=torch.float64)
@@ -425,7 +622,7 @@ def test_unlike_plans_fail_on_both_sides() -> None:
             assert error.peer == other
         assert any("another" in str(error) for error in errors)
 
-    simulate(lambda: Group(2, 3000, torch.float64), script)
+    simulate(lambda: Group(2, num, torch.float64), script)
 
 
 def header(group: Group, **changes: object) -> dict[str, Any]:
@@ -492,7 +689,8 @@ def test_a_stranger_cannot_disturb_a_round(changes: dict[str, object]) -> None:
     simulate(lambda: Group(3, 3000, torch.float64), script)
 
 
-def test_a_member_that_breaks_the_protocol_is_named() -> None:
+@pytest.mark.parametrize("num", [DIRECT, PARTS])
+def test_a_member_that_breaks_the_protocol_is_named(num: int) -> None:
     async def script(group: Group) -> None:
         first, second = group.members
 
@@ -506,7 +704,7 @@ def test_a_member_that_breaks_the_protocol_is_named() -> None:
         assert caught.value.peer == second
         assert "protocol" in str(caught.value)
 
-    simulate(lambda: Group(2, 3000, torch.float64), script)
+    simulate(lambda: Group(2, num, torch.float64), script)
 
 
 def test_arguments_that_make_no_round() -> None:

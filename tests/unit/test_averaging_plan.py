@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from peer.averaging import Averaging, Prepared
 from peer.orders import read_shares
 from swarm.averaging.plan import (
+    DIRECT_BYTES,
     FIRST_ELEMENTS,
     MAX_SHARE,
     balanced_shares,
@@ -36,6 +38,8 @@ def test_parts_and_chunks_cover_everything_once(
     plan = make_plan(members, num_elements, "float64", shares=shares, chunk_elements=chunk_elements)
     position = 0
     for member in range(len(members)):
+        if plan.direct:
+            position = 0
         chunks = list(plan.chunks(member))
         assert len(chunks) == plan.num_chunks(member)
         for chunk in chunks:
@@ -43,11 +47,13 @@ def test_parts_and_chunks_cover_everything_once(
             assert 0 < chunk.num_elements <= chunk_elements
             position = chunk.stop
         assert plan.part(member).stop == position
-        if not shares[member]:
+        if not shares[member] and not plan.direct:
             assert not chunks
     assert position == num_elements
     sent = sum(plan.sent_bytes(m) for m in range(len(members)))
-    assert sent == (len(members) - 1) * num_elements * (8 + 4)
+    of_an_element = 8 * len(members) if plan.direct else 8 + 4
+    assert sent == (len(members) - 1) * num_elements * of_an_element
+    assert len(list(plan.replies(0))) == (0 if plan.direct else plan.num_chunks(0))
 
 
 @given(st.integers(0, 1_000_000), st.integers(1024, 1 << 17))
@@ -65,6 +71,36 @@ def test_shares_are_proportional_and_aligned() -> None:
     assert all(bound % 16 == 0 for bound in split(100_003, [5, 7, 1])[:-1])
 
 
+@pytest.mark.parametrize(
+    ("num_members", "num_elements", "accumulate", "codec", "direct"),
+    [
+        (2, 10_000_000, "float32", "float32", True),
+        (2, 10_000_000, "float64", "int8", True),
+        (2, 10_000_000, "float64", "float32", False),
+        (3, 10_000_000, "float32", "int8", False),
+        (2, DIRECT_BYTES // 8, "float64", "float32", True),
+        (2, DIRECT_BYTES // 8 + 1, "float64", "float32", False),
+        (5, DIRECT_BYTES // 16, "float32", "float32", True),
+        (5, DIRECT_BYTES // 16 + 1, "float32", "float32", False),
+        (5, DIRECT_BYTES // 16 + 1, "float64", "float16", True),
+    ],
+)
+def test_when_everybody_sums_everything(
+    num_members: int, num_elements: int, accumulate: str, codec: str, direct: bool
+) -> None:
+    """Whatever the shares, and at the cost of no more bytes, or few."""
+    members = [f"m{i}" for i in range(num_members)]
+    for shares in ([1] * num_members, [1] + [0] * (num_members - 1)):
+        plan = make_plan(members, num_elements, accumulate, shares=shares, codec=codec)
+        assert plan.direct is direct
+        sent = plan.sent_bytes(0)
+        if direct and num_elements > DIRECT_BYTES:
+            parts = replace(plan, direct=False)
+            assert sent == pytest.approx(parts.sent_bytes(0), rel=1e-3)  # int8 fills up blocks
+        elif direct:
+            assert sent <= DIRECT_BYTES
+
+
 def test_digest_tells_plans_apart() -> None:
     plans = [
         make_plan(["a", "b"], 100, "float64"),
@@ -74,6 +110,7 @@ def test_digest_tells_plans_apart() -> None:
         make_plan(["a", "b"], 100, "float64", shares=[1, 2]),
         make_plan(["a", "b"], 100, "float64", chunk_elements=7),
         make_plan(["a", "b"], 100, "float64", codec="int8"),
+        replace(make_plan(["a", "b"], 100, "float64"), direct=False),
     ]
     assert len({plan.digest() for plan in plans}) == len(plans)
 
