@@ -60,7 +60,7 @@ def measure(
         try:
             for trial in range(options.rounds + 1):  # the first opens connections
                 for side, seconds in taken.items():
-                    elements = options.mb * 1_000_000 // 4
+                    elements = int(options.mb * 1_000_000) // 4
                     before = [traffic_of(host).sent for host in lab.hosts]
                     took = members.round(side=side, num_elements=elements, accumulate="float32")
                     if trial:
@@ -94,7 +94,7 @@ def main() -> None:
     parser.add_argument("--profiles", nargs="+", default=["fibre", "home"], choices=list(PROFILES))
     parser.add_argument("--members", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--congestion", nargs="+", default=["cubic", "bbr"])
-    parser.add_argument("--mb", type=int, default=16, help="of float32")
+    parser.add_argument("--mb", type=float, default=16, help="of float32")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     results = []
@@ -107,12 +107,12 @@ def main() -> None:
                 least = least_s(PROFILES[profile], num, options.mb)
                 print(
                     f"{profile:9} {congestion:6} {num:7}"
-                    f" {ours:8.2f} ({medians['ours busy']:.2f}) {gloo:8.2f}"
+                    f" {ours:8.3f} ({medians['ours busy']:.2f}) {gloo:8.3f}"
                     f" ({medians['gloo busy']:.2f}) {ours / gloo:10.2f}x {least:12.2f}  "
                     f" {said(lab['lines'])}; hub {lab['hub']}",
                     flush=True,
                 )
-                name = f"{profile}, {num} members, {options.mb} MB, {congestion}"
+                name = f"{profile}, {num} members, {options.mb:g} MB, {congestion}"
                 found = [
                     result(f"all-reduce / gloo, {name}", ours / gloo, "x", GOAL, at_most=True),
                     result(f"all-reduce, {name}", ours, "s"),
