@@ -304,7 +304,7 @@ class WireSection(Section):
     activations: Codec = Field(
         default="float32",
         description="Codec between stages, in both directions unless the next keys say otherwise. "
-        "int8 and int4 have a scale per 64 values.",
+        "int8 has a scale per 64 values, int4 for at most 8 of a token: 8.25 and 5 bits a value.",
     )
     forward: Codec | None = Field(
         default=None, description="Codec of activations. Left out: activations."

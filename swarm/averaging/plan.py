@@ -189,7 +189,7 @@ def contribution_bytes(num_elements: int, accumulate: str, codec: str) -> int:
     """Bytes of `num_elements` values of a float dtype; exact for codecs that do not compress."""
     if codec == EXACT:
         return num_elements * ACCUMULATE_BYTES[accumulate]
-    return get_codec(codec).nbytes_bounds("float32", num_elements)[0]
+    return get_codec(codec).nbytes_bounds("float32", (num_elements,))[0]
 
 
 def link_rates(came: Sequence[Sequence[float]]) -> list[tuple[float, float]]:

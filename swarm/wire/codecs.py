@@ -5,9 +5,9 @@ Float codecs store every value as `float32`, `float16` or `bfloat16`; `+zstd` sp
 into byte planes (all first bytes, then all second bytes, …) and compresses them with zstd level 1,
 without loss. `raw` stores any dtype as it is; integers and booleans go raw whatever codec is asked
 for, unless it is `raw+zstd`, which is for them alone. `int8` and `int4` are blockwise with
-per-block scales (`swarm.wire.blocks`); their `+zstd` compresses the bytes in order. `meta.dtype` is
-the *logical* dtype, the one `decode` returns: a bfloat16 tensor survives the codecs `bfloat16`,
-`float32` and `raw` bit for bit.
+per-block scales (`swarm.wire.blocks`, `swarm.wire.nibbles`); their `+zstd` compresses the bytes in
+order. `meta.dtype` is the *logical* dtype, the one `decode` returns: a bfloat16 tensor survives the
+codecs `bfloat16`, `float32` and `raw` bit for bit.
 
 Why this way. Training compares hashes (DESIGN I6), so the lossless path must not touch a bit, and
 costs no copy: a contiguous CPU tensor in its own dtype is sent from its own memory, and a received
@@ -34,6 +34,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -43,7 +44,7 @@ import zstandard
 
 from swarm.errors import WireError
 from swarm.spec import ITEM_BYTES
-from swarm.wire.blocks import SCALE_BYTES, dequantize, num_blocks, packed_bytes, quantize
+from swarm.wire import blocks, nibbles
 
 Buffer = bytes | bytearray | memoryview
 
@@ -101,7 +102,7 @@ class Codec(Protocol):
     def lossless(self, dtype: str) -> bool:
         """Whether `decode(encode(x))` is `x` bit for bit for this dtype (NaN payloads aside)."""
 
-    def nbytes_bounds(self, dtype: str, numel: int) -> tuple[int, int]:
+    def nbytes_bounds(self, dtype: str, shape: Sequence[int]) -> tuple[int, int]:
         """The least and the most bytes an encoded tensor may have."""
 
     def encode(self, tensor: torch.Tensor, seed: int | None) -> Buffer:
@@ -152,14 +153,13 @@ def check_meta(meta: TensorMeta) -> None:
         raise WireError("unknown tensor dtype")
     if len(meta.shape) > MAX_DIMS or any(not 0 <= n <= MAX_TENSOR_BYTES for n in meta.shape):
         raise WireError("tensor shape out of bounds")
-    numel = math.prod(meta.shape)
     extent = math.prod(n or 1 for n in meta.shape)  # torch refuses what overflows, empty or not
     if extent * ITEM_BYTES[meta.dtype] > MAX_TENSOR_BYTES:
         raise WireError("tensor too large")
     codec = get_codec(meta.codec)
     if not codec.accepts(meta.dtype):
         raise WireError(f"codec {codec.name} cannot hold {meta.dtype}")
-    low, high = codec.nbytes_bounds(meta.dtype, numel)
+    low, high = codec.nbytes_bounds(meta.dtype, meta.shape)
     if not low <= meta.nbytes <= high:
         bounds = str(low) if low == high else f"{low} to {high}"
         raise WireError(f"tensor announces {meta.nbytes} bytes, {bounds} expected")
@@ -244,8 +244,8 @@ class PlainCodec:
     def stored(self, dtype: str) -> torch.dtype:
         return _TORCH_DTYPE[self.wire_dtype or dtype]
 
-    def nbytes_bounds(self, dtype: str, numel: int) -> tuple[int, int]:
-        nbytes = numel * ITEM_BYTES[self.wire_dtype or dtype]
+    def nbytes_bounds(self, dtype: str, shape: Sequence[int]) -> tuple[int, int]:
+        nbytes = math.prod(shape) * ITEM_BYTES[self.wire_dtype or dtype]
         return nbytes, nbytes
 
     def item_bytes(self, dtype: str) -> int:
@@ -272,12 +272,22 @@ def _memory_of(wire: WireTensor) -> torch.Tensor:
     return memory
 
 
+class Quantizer(Protocol):
+    """A module that writes float32 values as bytes: `swarm.wire.blocks`, `swarm.wire.nibbles`."""
+
+    def packed_bytes(self, shape: Sequence[int]) -> int: ...
+
+    def quantize(self, values: torch.Tensor, seed: int | None = None) -> torch.Tensor: ...
+
+    def dequantize(self, packed: torch.Tensor, shape: Sequence[int]) -> torch.Tensor: ...
+
+
 @dataclass(frozen=True, slots=True)
 class BlockCodec:
-    """Integers of `bits` with a scale per block; quantised where the tensor is, sent packed."""
+    """Integers with a scale per block; quantised where the tensor is, sent packed."""
 
     name: str
-    bits: int
+    quantizer: Quantizer
 
     def accepts(self, dtype: str) -> bool:
         return _TORCH_DTYPE[dtype].is_floating_point
@@ -288,29 +298,20 @@ class BlockCodec:
     def item_bytes(self, dtype: str) -> int:
         return 1
 
-    def nbytes_bounds(self, dtype: str, numel: int) -> tuple[int, int]:
-        nbytes = packed_bytes(numel, self.bits)
+    def nbytes_bounds(self, dtype: str, shape: Sequence[int]) -> tuple[int, int]:
+        nbytes = self.quantizer.packed_bytes(shape)
         return nbytes, nbytes
 
     def encode(self, tensor: torch.Tensor, seed: int | None) -> Buffer:
-        values = tensor.to(torch.float32).contiguous().view(-1)
-        packed = quantize(values, self.bits, seed).cpu()
-        return bytes_view(self._swap_scales(packed, values.numel()))
+        values = tensor.to(torch.float32).contiguous()
+        return bytes_view(self.quantizer.quantize(values, seed).cpu())
 
     def decode(self, wire: WireTensor, device: torch.device) -> torch.Tensor:
         return self.finish(_memory_of(wire), wire.meta, device)
 
     def finish(self, memory: torch.Tensor, meta: TensorMeta, device: torch.device) -> torch.Tensor:
-        numel = math.prod(meta.shape)
-        packed = _to_device(self._swap_scales(memory, numel), device)
-        values = dequantize(packed, numel, self.bits)
-        return values.view(meta.shape).to(_TORCH_DTYPE[meta.dtype])
-
-    def _swap_scales(self, packed: torch.Tensor, numel: int) -> torch.Tensor:
-        if not _SWAP_BYTES:
-            return packed
-        scales = packed[: num_blocks(numel) * SCALE_BYTES].view(-1, SCALE_BYTES).flip(1)
-        return torch.cat((scales.reshape(-1), packed[scales.numel() :]))
+        values = self.quantizer.dequantize(_to_device(memory, device), meta.shape)
+        return values.to(_TORCH_DTYPE[meta.dtype])
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,8 +327,8 @@ class ZstdCodec:
     def lossless(self, dtype: str) -> bool:
         return self.plain.lossless(dtype)
 
-    def nbytes_bounds(self, dtype: str, numel: int) -> tuple[int, int]:
-        size, _ = self.plain.nbytes_bounds(dtype, numel)
+    def nbytes_bounds(self, dtype: str, shape: Sequence[int]) -> tuple[int, int]:
+        size, _ = self.plain.nbytes_bounds(dtype, shape)
         if size == 0:
             return 0, 0
         # ZSTD_COMPRESSBOUND of zstd.h: what an encoder may need for incompressible input.
@@ -343,7 +344,7 @@ class ZstdCodec:
 
     def decode(self, wire: WireTensor, device: torch.device) -> torch.Tensor:
         meta = wire.meta
-        size, _ = self.plain.nbytes_bounds(meta.dtype, math.prod(meta.shape))
+        size, _ = self.plain.nbytes_bounds(meta.dtype, meta.shape)
         memory = allocate_bytes(size, pinned=device.type == "cuda")
         if size:
             item = self.plain.item_bytes(meta.dtype)
@@ -411,7 +412,8 @@ register(_raw)
 register(PackedIntegers("raw+zstd", _raw))
 _uncompressed: tuple[Uncompressed, ...] = (
     *(PlainCodec(name, name) for name in ("float32", "float16", "bfloat16")),
-    *(BlockCodec(f"int{bits}", bits) for bits in (8, 4)),
+    BlockCodec("int8", blocks),
+    BlockCodec("int4", nibbles),
 )
 for _codec in _uncompressed:
     register(_codec)

@@ -30,7 +30,7 @@ from swarm.wire.codecs import (
 
 DTYPES = tuple(ITEM_BYTES)
 SHAPES = ((), (0,), (3, 0, 2), (1,), (5, 7), (2, 3, 129))
-BLOCKWISE = {"int8": 127.0, "int4": 7.0}
+BLOCKWISE = ("int8", "int4")
 STORED = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -79,29 +79,40 @@ def _check_round_trip(name: str, tensor: torch.Tensor) -> None:
     assert same_bits(decode(again), got), "what was sent once must survive being sent again"
     if is_lossless(name, dtype):
         assert same_bits(got, tensor)
-    elif (levels := BLOCKWISE.get(name.removesuffix("+zstd"))) is not None:
-        _check_error(got, tensor, levels)
+    elif name.removesuffix("+zstd") in BLOCKWISE and tensor.numel():
+        _check_error(got, tensor, int4=name.startswith("int4"))
 
 
-def _check_error(got: torch.Tensor, tensor: torch.Tensor, levels: float) -> None:
-    """At most half a scale off; the scale is the block's largest / levels, to 2^-8."""
-    values = torch.nn.functional.pad(tensor.double().reshape(-1), (0, -tensor.numel() % 64))
-    largest = values.view(-1, 64).abs().amax(1, keepdim=True)
-    error = torch.nn.functional.pad(got.double().reshape(-1), (0, -got.numel() % 64)) - values
+def _check_error(got: torch.Tensor, tensor: torch.Tensor, *, int4: bool) -> None:
+    """At most half a scale off: of int8 the largest of 64 values / 127, to 2^-8; of int4 the
+    largest of a column of the row / 7 at most, to 2^-4."""
+    values = tensor.double().reshape(-1)
+    size, blocks, scale, to = 64, 1, 1 / 127, 0.502
+    if int4:
+        values = tensor.double().reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
+        blocks, scale, to = -(-values.shape[1] // 8), 1 / 7, 0.532
+        size = blocks * 2 * -(-values.shape[1] // (2 * blocks))
+    error = got.double().reshape(values.shape) - values
+    values, error = (
+        torch.nn.functional.pad(each, (0, -each.shape[-1] % size)).view(-1, size // blocks, blocks)
+        for each in (values, error)
+    )
+    largest = values.abs().amax(1, keepdim=True)
     narrow = torch.finfo(got.dtype).eps * largest  # what the logical dtype itself rounds
-    assert bool((error.view(-1, 64).abs() <= largest / levels * 0.502 + narrow).all())
+    assert bool((error.abs() <= largest * scale * to + narrow).all())
 
 
 def _check_non_finite(name: str) -> None:
     tensor = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1.0])
     got = decode(encode(tensor, name))
     if name.removesuffix("+zstd") in BLOCKWISE:
+        block = range(64, 128) if name.startswith("int8") else range(20, 200, 25)
         for bad in tensor[:3]:
             values = torch.ones(200)
             values[70] = bad
             got = decode(encode(values, name))
-            assert got.isnan().nonzero().view(-1).tolist() == list(range(64, 128))
-            assert float((got[:64] - 1).abs().max()) < 0.004
+            assert got.isnan().nonzero().view(-1).tolist() == list(block)
+            assert float((got[~got.isnan()] - 1).abs().max()) < 0.004
         return
     torch.testing.assert_close(got, tensor, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(torch.signbit(got[3:5]), torch.tensor([False, True]))
@@ -117,7 +128,7 @@ def _check_hostile(wire: WireTensor) -> None:
             decode(WireTensor(meta._replace(nbytes=len(cut)), cut))
         with pytest.raises(WireError):  # announced as the real one
             decode(WireTensor(meta, cut))
-    _, most = get_codec(meta.codec).nbytes_bounds(meta.dtype, math.prod(meta.shape))
+    _, most = get_codec(meta.codec).nbytes_bounds(meta.dtype, meta.shape)
     for nbytes in (-1, 0, most + 1, 1 << 62):
         with pytest.raises(WireError):
             check_meta(meta._replace(nbytes=nbytes))
@@ -271,8 +282,9 @@ def test_random_bytes_of_the_right_length(name: str) -> None:
     """Whatever a peer sends becomes a tensor as announced, or WireError."""
     draw = random.Random(f"bytes/{name}")
     for _ in range(200):
-        dtype, shape = draw.choice(("float32", "bfloat16", "float64")), (draw.randrange(1, 200),)
-        low, high = get_codec(name).nbytes_bounds(dtype, shape[0])
+        dtype = draw.choice(("float32", "bfloat16", "float64"))
+        shape = draw.choice(((draw.randrange(1, 200),), (draw.randrange(1, 9), draw.randrange(20))))
+        low, high = get_codec(name).nbytes_bounds(dtype, shape)
         data = draw.randbytes(draw.randint(low, high))
         try:
             got = decode(WireTensor(TensorMeta(dtype, shape, name, len(data)), data))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 
-from swarm.wire.blocks import dequantize, quantize
+from swarm.wire import blocks, nibbles
 from swarm.wire.codecs import codec_names, decode, encode
 
 pytestmark = [
@@ -14,19 +16,22 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("module", [blocks, nibbles])
+@pytest.mark.parametrize("shape", [(64 * 1_000_000 + 13,), (500_000, 128), (100_000, 20), (9, 8)])
 @pytest.mark.parametrize("seed", [None, 2**63 + 5])
-def test_cpu_and_gpu_write_the_same_bytes(bits: int, seed: int | None) -> None:
-    draw = torch.Generator().manual_seed(bits)
-    values = torch.randn(64 * 1_000_000 + 13, generator=draw)
-    values[:6400] *= 1e-38
-    values[70], values[200] = float("nan"), float("inf")
-    here = quantize(values, bits, seed)
-    there = quantize(values.cuda(), bits, seed)
+def test_cpu_and_gpu_write_the_same_bytes(
+    module: ModuleType, shape: tuple[int, ...], seed: int | None
+) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+    flat = values.view(-1)
+    flat[-6400:] *= 1e-38
+    flat[20], flat[35] = float("nan"), float("inf")
+    here = module.quantize(values, seed)
+    there = module.quantize(values.cuda(), seed)
     assert torch.equal(here, there.cpu())
-    back = dequantize(there, values.numel(), bits).cpu().view(torch.int32)
-    finite = ~dequantize(here, values.numel(), bits).isnan()  # NaN has many bit patterns
-    expected = dequantize(here, values.numel(), bits).view(torch.int32)
+    back = module.dequantize(there, shape).cpu().view(torch.int32)
+    finite = ~module.dequantize(here, shape).isnan()  # NaN has many bit patterns
+    expected = module.dequantize(here, shape).view(torch.int32)
     assert torch.equal(back[finite], expected[finite])
 
 

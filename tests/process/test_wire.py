@@ -24,8 +24,9 @@ STEPS, WIDTH, SUBSPACE = 4, 32, 8
 INT8 = 'activations = "int8"\n'
 BOUNDARY = 'boundaries = [{ boundary = 1, forward = "int4", backward = "bfloat16" }]\n'
 STOCHASTIC = 'rounding = "stochastic"\n'
-# Bytes of float32 for one on the wire, forward and back; int8 and int4 have a scale per 64 values.
-THINNER = [(256 / (64 + 2), 256 / (64 + 2)), (256 / (32 + 2), 2.0)]
+# Bytes of float32 for one on the wire, forward and back: int8 has 2 more per 64 values, int4 one
+# per 8, and one more for a tensor.
+THINNER = [(256 / (64 + 2), 256 / (64 + 2)), (32 / (4 + 1), 2.0)]
 
 
 @pytest.fixture
@@ -62,7 +63,7 @@ def test_codecs_of_a_boundary_and_stochastic_rounding(swarms: Swarms, tmp_path: 
         report = swarms.train(mixed, dict.fromkeys(range(3), count), STEPS)
         assert report["sha256"] == expected
         for row, (forward, back) in zip(report["bytes"]["boundaries"], THINNER, strict=True):
-            assert row["raw_bytes"] == pytest.approx(forward * row["wire_bytes"])
+            assert row["raw_bytes"] == pytest.approx(forward * row["wire_bytes"], rel=2e-3)
             assert row["back_raw_bytes"] == pytest.approx(back * row["back_wire_bytes"])
 
 

@@ -1,4 +1,4 @@
-"""Blockwise int8 and int4 against a reference that shares nothing with them, and golden bytes."""
+"""Blockwise int8 against a reference that shares nothing with it, and golden bytes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import math
 import struct
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from swarm.wire import blocks
-from swarm.wire.blocks import LEVELS, dequantize, packed_bytes, quantize
+from swarm.wire.blocks import dequantize, packed_bytes, quantize
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 
@@ -38,9 +36,8 @@ def bfloat16_bytes(value: Fraction) -> bytes:
     return struct.pack("<f", float(value))[2:]
 
 
-def reference(values: list[float], bits: int) -> bytes:
+def reference(values: list[float]) -> bytes:
     """docs/protocol.md, in rational numbers."""
-    levels = int(LEVELS[bits])
     scales, integers = b"", b""
     padded = [*values, *[0.0] * (-len(values) % 64)]
     for start in range(0, len(padded), 64):
@@ -50,17 +47,14 @@ def reference(values: list[float], bits: int) -> bytes:
             scales += b"\xc0\x7f"
         else:
             exact = [Fraction(value) for value in block]
-            scale = nearest(to_float32(max(map(abs, exact)) / levels), 8)
+            scale = nearest(to_float32(max(map(abs, exact)) / 127), 8)
             if scale < Fraction(1, 2**125):
                 scale = Fraction(0)
             else:
                 inverse = to_float32(1 / scale)
                 q = [round(to_float32(value * inverse)) for value in exact]
             scales += bfloat16_bytes(scale)
-        if bits == 8:
-            integers += struct.pack("<64b", *q)
-        else:
-            integers += bytes((q[i] & 15) | (q[i + 32] & 15) << 4 for i in range(32))
+        integers += struct.pack("<64b", *q)
     return scales + integers
 
 
@@ -77,52 +71,26 @@ def golden_values() -> list[float]:
     return torch.tensor(values).tolist()  # as float32
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_golden_bytes(bits: int) -> None:
-    packed = bytes(quantize(torch.tensor(golden_values()), bits).numpy())
-    assert packed == (GOLDEN / f"int{bits}.bin").read_bytes()
-    assert packed == reference(golden_values(), bits)
+def test_golden_bytes() -> None:
+    packed = bytes(quantize(torch.tensor(golden_values())).numpy())
+    assert packed == (GOLDEN / "int8.bin").read_bytes()
+    assert packed == reference(golden_values())
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_pieces_and_the_rest_are_one(bits: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = torch.Generator().manual_seed(bits)
+def test_pieces_and_the_rest_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = torch.Generator().manual_seed(8)
     values = torch.randn(64 * 9 + 13, generator=draw) * torch.rand(1, generator=draw)
-    expected = bytes(quantize(values, bits).numpy())
-    assert expected == reference(values.tolist(), bits)
-    noisy = bytes(quantize(values, bits, seed=2**63 + 5).numpy())
+    expected = bytes(quantize(values).numpy())
+    assert expected == reference(values.tolist())
+    noisy = bytes(quantize(values, seed=2**63 + 5).numpy())
     monkeypatch.setattr(blocks, "_PIECE_BLOCKS", 2)
-    assert bytes(quantize(values, bits).numpy()) == expected
-    assert bytes(quantize(values, bits, seed=2**63 + 5).numpy()) == noisy != expected
+    assert bytes(quantize(values).numpy()) == expected
+    assert bytes(quantize(values, seed=2**63 + 5).numpy()) == noisy != expected
     packed = torch.frombuffer(bytearray(expected), dtype=torch.uint8)
-    got = dequantize(packed, values.numel(), bits)
+    got = dequantize(packed, values.shape)
     monkeypatch.undo()
-    assert torch.equal(got, dequantize(packed, values.numel(), bits))
-    assert len(expected) == packed_bytes(values.numel(), bits) == 10 * (2 + 8 * bits)
-
-
-class Divisors(TorchDispatchMode):
-    """Notes what tensors are divided by."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[object] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        if "div" in str(func):
-            self.found.append(args[1])
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("bits", [8, 4])
-def test_nothing_is_divided_by_a_number(bits: int) -> None:
-    """CUDA multiplies by the reciprocal of one, and the scale of some blocks is another then."""
-    with Divisors() as divisors:
-        quantize(torch.tensor(golden_values()), bits, seed=1)
-    assert divisors.found
-    assert all(isinstance(each, torch.Tensor) and each.dim() for each in divisors.found)
+    assert torch.equal(got, dequantize(packed, values.shape))
+    assert len(expected) == packed_bytes(values.shape) == 10 * 66
 
 
 def hashed(number: int, seed: int) -> float:
@@ -138,21 +106,20 @@ def hashed(number: int, seed: int) -> float:
 def test_the_noise_is_the_documented_hash() -> None:
     for seed in (0, 1, 0xDEADBEEF12345678, 2**64 - 1):
         for first in (0, 64, 2**31 - 32):
-            got = blocks._noise(seed, first, torch.Size((2, 32)), torch.device("cpu"))
+            got = blocks.noise(seed, first, torch.Size((2, 32)), torch.device("cpu"))
             assert got.view(-1).tolist() == [hashed(first + i, seed) for i in range(64)]
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_stochastic_rounding_is_right_on_average(bits: int) -> None:
+def test_stochastic_rounding_is_right_on_average() -> None:
     values = torch.full((64,), 0.3)
-    values[0] = LEVELS[bits]  # a scale of 1
-    mean = sum(dequantize(quantize(values, bits, seed), 64, bits) for seed in range(200)) / 200
+    values[0] = 127.0  # a scale of 1
+    mean = sum(dequantize(quantize(values, seed), (64,)) for seed in range(200)) / 200
     assert abs(float(mean[1:].mean()) - 0.3) < 0.01
-    assert float(mean[0]) == pytest.approx(LEVELS[bits], abs=0.51)
+    assert float(mean[0]) == pytest.approx(127.0, abs=0.51)
 
 
 def test_noise_is_even() -> None:
-    noise = blocks._noise(7, 0, torch.Size((1 << 16,)), torch.device("cpu"))
+    noise = blocks.noise(7, 0, torch.Size((1 << 16,)), torch.device("cpu"))
     assert -0.5 <= float(noise.min()) < -0.499
     assert 0.499 < float(noise.max()) < 0.5
     assert abs(float(noise.mean())) < 0.005
