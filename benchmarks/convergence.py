@@ -16,10 +16,10 @@ it anew. A byte-level Llama of 6 layers in 3 stages; 1.2 M parameters at hidden 
     python benchmarks/convergence.py DIR [--all] [--seeds 0,1,2] [--hidden 128] [--settings exact,…]
 
 Settings: `exact`; codecs for both directions (`bfloat16`, `int8`, `int4`, …, or FORWARD/BACKWARD as
-`int4/int8`); any of these with `~` at the end rounds stochastically; `subspace-K`; `delayed` and
-`delayed-N`, where N of a step's microbatches (`--microbatches`) are computed ahead of the commit
-before, from a tenth of the steps on. Each setting has the peak learning rate that suits it: `--lr`,
-subspaces `--subspace-lr`.
+`int4/int8`); any of these with `~` at the end rounds stochastically; `subspace-K`, and with codecs
+for its coefficients `subspace-K+int4`, …; `delayed` and `delayed-N`, where N of a step's
+microbatches (`--microbatches`) are computed ahead of the commit before, from a tenth of the steps
+on. Each setting has the peak learning rate that suits it: `--lr`, subspaces `--subspace-lr`.
 """
 
 from __future__ import annotations
@@ -71,16 +71,18 @@ def sections(
     model: dict[str, Any] = {"stages": STAGES}
     wire: dict[str, Any] = {}
     update: dict[str, Any] = {}
+    codecs = setting
     if setting.startswith("subspace-"):
-        model["subspace"] = int(setting.removeprefix("subspace-"))
+        narrow, _, codecs = setting.partition("+")
+        model["subspace"] = int(narrow.removeprefix("subspace-"))
     elif setting.startswith("delayed"):
         ahead = int(setting.removeprefix("delayed").removeprefix("-") or microbatches)
-        share = ahead / microbatches
+        share, codecs = ahead / microbatches, ""
         update = {"policy": "delayed", "ahead": share, "ahead_since": steps // FRESH_PART}
-    elif setting != "exact":
-        forward, _, backward = setting.removesuffix("~").partition("/")
+    if codecs not in ("exact", ""):
+        forward, _, backward = codecs.removesuffix("~").partition("/")
         wire = {"forward": forward, "backward": backward or forward}
-        wire["rounding"] = "stochastic" if setting.endswith("~") else "nearest"
+        wire["rounding"] = "stochastic" if codecs.endswith("~") else "nearest"
     sizes = {"hidden_size": hidden, "intermediate_size": hidden * 5 // 2}
     heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), hidden // 32)
     return {
@@ -296,7 +298,8 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
         gaps: dict[int, list[float]] = {}
         for each in runs:
             _, narrow, k = each["setting"].partition("subspace-")
-            if narrow and each["hidden"] == hidden and (hidden, each["seed"]) in exact:
+            paired = each["hidden"] == hidden and (hidden, each["seed"]) in exact
+            if narrow and k.isdigit() and paired:  # without codecs
                 gap = each["validation"] / exact[hidden, each["seed"]] - 1
                 gaps.setdefault(int(k), []).append(100 * gap)
         if gaps:
