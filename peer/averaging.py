@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from peer.calls import count
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MAX_NORMS = 1 << 20  # parameters in a stage
+CONFIRM_S = 10.0
 NEW_RATE = 0.5  # how much the last round weighs beside those before
 MAX_SQUARED = 1e100  # float32 values cannot reach it
 
@@ -93,6 +94,11 @@ class Attempt:
     early: bool
     calls: dict[asyncio.Task[Mapping[str, Any]], tuple[int, str]] = field(default_factory=dict)
 
+    @property
+    def failed(self) -> bool:
+        """Whether an order has been answered with an error."""
+        return any(task.done() and task.exception() is not None for task in self.calls)
+
 
 class Averaging:
     """The averaging attempts of a `Leader`."""
@@ -145,14 +151,15 @@ class Averaging:
         """Its orders end with an answer all the same: one may say that a state is wrong."""
         ballot = attempt.ballot
         body = {"ballot": [list(ballot.term), ballot.step, ballot.attempt]}
-        for replica in sorted(attempt.step.active):
+        members = {member for _, member in attempt.calls.values()}
+        for replica in sorted(members | attempt.step.active.keys()):
             self.leader.tell(replica, "abort", body)
 
     def _begun(self, step: Step) -> Attempt:
         """The attempt to wait for, now that the step is complete."""
         early, self._early = self._early, None
         if early is not None:
-            if early.groups == step.groups():
+            if early.groups == step.groups() and not early.failed:
                 return early
             self._abort(early)
         return self._begin(step, early=False)
@@ -167,7 +174,11 @@ class Averaging:
         prepared = Prepared(groups, total(losses.values()))
         for _, member in calls.values():
             leader.watch.heard(member)
-        failed = await self._gather(step, calls, prepared)
+        confirming = leader.tasks.spawn(self._confirm(attempt), "averaging goes on")
+        try:
+            failed = await self._gather(step, calls, prepared)
+        finally:
+            confirming.cancel()
         for group in groups:
             if not failed and not step.active.keys() & set(group.members):
                 gone = StreamClosedError(f"all replicas of stage {group.stage} are gone")
@@ -180,8 +191,28 @@ class Averaging:
         leader.averaging = False
         self._abort(attempt)
         for member, error in failed:
-            await self._blame(step, member, error)
+            if not attempt.early:  # there it may be for waiting for a twin that still computed
+                await self._blame(step, member, error)
         return None
+
+    async def _confirm(self, attempt: Attempt) -> None:
+        """Whoever still owes an early attempt is told after a while that nothing is missing any
+        more: one that has not counted what its route has answered for would wait for ever."""
+        if not attempt.early:
+            return
+        await asyncio.sleep(CONFIRM_S)
+        order = replace(attempt, early=False)
+
+        async def ask(group: Group, member: str) -> None:
+            try:
+                await self._order(group, member, order, self._shares(group.members))
+            except CallFailedError as error:
+                self.leader.expel(attempt.step, member, error.message)
+
+        await asyncio.gather(
+            *(ask(g, name) for g in attempt.groups for name in self.owing.intersection(g.members)),
+            return_exceptions=True,
+        )
 
     async def _gather(
         self,

@@ -200,10 +200,11 @@ class Orders:
                 self._round_ballot = ballot
                 work = self._prepare(ballot, members, share, shares, as_it_is, early)
                 self._round = self.server.tasks.spawn(work)
+            current = self._round
             try:
-                await asyncio.shield(self._round)
+                await asyncio.shield(current)
             except asyncio.CancelledError:
-                if self._round is None or self._round.cancelled():
+                if current.cancelled():
                     raise CallFailedError("refused", "the attempt was aborted") from None
                 raise
         prepared = self.commits.prepared

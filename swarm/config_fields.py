@@ -350,7 +350,7 @@ class UpdateSection(Section):
         default=200,
         ge=0,
         description="delayed: the step from which on microbatches are computed ahead. Stale "
-        "gradients cost most while the loss still falls fast.",
+        "gradients cost most while the loss still falls fast. A run of fewer steps is exact.",
     )
     accumulate: Literal["float64", "float32"] = Field(
         default="float64",

@@ -110,7 +110,8 @@ class Ledger:
             return Decision(Do.AWAIT_COMMIT, f"step {self.step} is not committed here yet")
         if step != self.step:
             return Decision(Do.REFUSE, f"this replica is at step {self.step}, not {step}")
-        if self.frozen_attempt is not None:
+        counted = index in self.entries and self.entries[index].phase is Phase.COUNTED
+        if self.frozen_attempt is not None and not counted:  # a repeat adds nothing
             if attempt < self.frozen_attempt:
                 return Decision(Do.REFUSE, f"averaging attempt {self.frozen_attempt} has begun")
             self.abort(term, step, self.frozen_attempt)

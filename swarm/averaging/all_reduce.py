@@ -116,7 +116,7 @@ class GroupAllReduce:
         """Sum `local` (flat, float64 or float32) over `members` into `out` (flat float32).
 
         Every member calls it with the same `round_id`, `members` (sorted incarnations, this one
-        among them), length, dtype, `shares` and `codec`, in any order within `limits.start_s`. The
+        among them), length, dtype, `shares` and `codec`, within `limits.start_s` of the first. The
         sum is taken in the dtype of `local`, in the order of `members`, and rounded to float32
         once; whoever sums which part changes no bit, unless a lossy `codec` rounds what is sent.
         Returns how fast the contributions of each member came in here.

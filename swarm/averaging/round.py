@@ -27,7 +27,7 @@ _MAX_REASON = 300
 class Limits:
     """Bounds of a round. None depends on its size, nor on the links' speed if they move at all."""
 
-    start_s: float = 30.0  # for the order to reach all members
+    start_s: float = 30.0  # for all members to begin, once one has
     silence_s: float = 10.0  # without a byte from a peer that owes some
     settle_s: float = 0.5  # for a member that gives up to say why, and to be heard
     linger_s: float = 60.0  # for a peer to take the last sums out of the transport
@@ -35,7 +35,7 @@ class Limits:
     max_unread: int = 512  # streams that have not said yet of which round they are
     max_unread_of_one: int = 16
     max_parked: int = 64  # streams of rounds not started here
-    max_parked_per_peer: int = 4
+    max_parked_per_peer: int = 16  # of attempts given up meanwhile, too
 
 
 class Round:

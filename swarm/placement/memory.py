@@ -51,7 +51,7 @@ def estimate_memory(
 ) -> MemoryEstimate:
     """Bytes a replica of a stage of `parameters` parameters holds while it trains.
 
-    parameters        4 n   float32 master weights; with two `steps_in_flight` three times that
+    parameters        4 n   float32 master weights; at most three of them with two `steps_in_flight`
     optimizer         8 n   two moments (adamw); 4 n for sgd's momentum
     accumulator       8 n   float64, or 4 n for float32; for each of the `steps_in_flight`
     gradients         4 n   of the microbatch whose backward runs

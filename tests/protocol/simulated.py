@@ -152,6 +152,7 @@ class Swarm:
     chunk: int | None = None  # elements of a state that donors give at once; None: as usual
     policy: str = "exact"
     ahead: int = ALL  # with the delayed policy
+    since: int = 0
     optimizer: Any = field(default_factory=lambda: OPTIMIZER)
 
     def __post_init__(self) -> None:
@@ -490,7 +491,7 @@ class Swarm:
 
     async def main(self, num_steps: int) -> dict[str, str]:
         self.num_steps = num_steps
-        ahead = ahead_of(self.policy, self.ahead, self.plan.num_microbatches)
+        ahead = ahead_of(self.policy, self.ahead, self.plan.num_microbatches, self.since)
         self.plan = replace(self.plan, num_steps=num_steps, ahead=ahead)
         self.done: asyncio.Future[dict[str, str]] = asyncio.get_running_loop().create_future()
         asyncio.get_running_loop().set_exception_handler(self._callback_raised)

@@ -680,7 +680,7 @@ def test_a_stranger_cannot_disturb_a_round(changes: dict[str, object]) -> None:
         raw = await stranger.dial("peer0", PROTOCOL)
         await raw.send([b"\xff" * 100])
         await asyncio.gather(*tasks)
-        assert len(group.reducers[group.members[0]]._parked) <= 4
+        assert len(group.reducers[group.members[0]]._parked) <= Limits().max_parked_per_peer
         for stream in streams:
             stream.abort()
         for out in group.out.values():

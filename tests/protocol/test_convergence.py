@@ -53,7 +53,7 @@ def swarm_of(config: RunConfig, data: Any, monkeypatch: pytest.MonkeyPatch) -> s
         gradients=config.wire.gradients,
         accumulate=config.update.accumulate,
         policy=config.update.policy,
-        ahead=config.ahead,
+        ahead=config.ahead.microbatches,
     )
     swarm.pipeline = build_pipeline(config)  # type: ignore[assignment]
     return swarm

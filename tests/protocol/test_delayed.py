@@ -28,7 +28,10 @@ def delayed(*faults: Fault, microbatches: int = MICROBATCHES, **more: Any) -> Sw
 
 
 def check(swarm: Swarm, steps: int = STEPS) -> Swarm:
-    expected, _ = baseline(steps, swarm.plan.num_microbatches, policy="delayed", ahead=swarm.ahead)
+    microbatches = swarm.plan.num_microbatches
+    expected, _ = baseline(
+        steps, microbatches, policy="delayed", ahead=swarm.ahead, since=swarm.since
+    )
     assert swarm.run(steps)["sha256"] == expected
     assert len(swarm.fired) == len(swarm.faults), "nothing was injected"
     return swarm
@@ -50,6 +53,20 @@ some = pytest.mark.parametrize("ahead", [ALL, 2, 1], ids=["all", "two", "one"]) 
 @pytest.mark.parametrize("replicas", [(1,), (2,), (1, 3), (2, 2, 2), (1, 2, 1, 2, 1)], ids=str)
 def test_the_bits_of_one_process(replicas: tuple[int, ...], ahead: int) -> None:
     check(delayed(num_stages=len(replicas), replicas=replicas, ahead=ahead))
+
+
+@some
+@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("victim", ["r1.1", "leader"])
+def test_nothing_is_ahead_before_its_step(ahead: int, step: int, victim: str) -> None:
+    """Whoever dies around the first step of which some is computed ahead."""
+    back_s = 0.5 if victim == "leader" else 0.0
+    fault = Fault("counted", "kill", step=step, count=5, victim=victim, duration_s=back_s)
+    swarm = check(delayed(fault, ahead=ahead, since=2))
+    begun = {(each["step"], each["index"]): at for at, _, p, each in swarm.events if p == "issue"}
+    committed = {each["step"]: at for at, _, p, each in swarm.events if p == "record"}
+    early = {place for place, at in begun.items() if place[0] and at < committed[place[0] - 1]}
+    assert not {number for number, _ in early if number < 2}
 
 
 def test_what_is_computed_ahead_decides_the_bits() -> None:

@@ -3,16 +3,20 @@ counted its own. What comes between ends the attempt, and never shows in the res
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from peer.calls import MicrobatchCall
 from peer.commits import Commits
+from peer.stage_server import StageServer
 from swarm.ledger import Do, Ledger
-from swarm.net.channel import CallFailedError
+from swarm.net.channel import CallFailedError, Message
 from swarm.terms import Term
+from swarm.wire.codecs import WireTensor
 from tests.protocol.simulated import Fault, Swarm, baseline, plan
-from tests.protocol.test_holes import corrupted
+from tests.protocol.test_holes import corrupted, reasons
 
 HOP_S = 0.5
 TRAINERS = ("t0", "t1", "t2")
@@ -131,6 +135,28 @@ def test_a_wrong_state_is_heard_of_although_its_attempt_was_given_up(
         if (point, facts.get("replica")) == ("left", "r0.1#1")
     ]
     assert said_at[0] <= lost < diverged
+
+
+def test_who_has_not_counted_what_its_route_answered_for_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A replica makes up the answer of the last stage, which waits for that microbatch."""
+    go_on, made_up = StageServer._go_on, list[int]()
+
+    async def lie(
+        self: StageServer, call: MicrobatchCall, tensors: Any, y: Sequence[WireTensor]
+    ) -> Any:
+        if (self.stage, call.step, made_up) != (1, 1, []):
+            return await go_on(self, call, tensors, y)
+        made_up.append(call.index)
+        return Message({"loss": 0.0, "timings": [[0.1, 0.1, 0.0]]}), y
+
+    monkeypatch.setattr(StageServer, "_go_on", lie)
+    swarm = Swarm(replicas=(1, 1, 2), plan=plan(6, 3))
+    swarm.run(limit_s=60)
+    assert len(made_up) == 1
+    (expelled,) = reasons(swarm)
+    assert expelled.startswith("r2.")
 
 
 def test_an_early_order_waits_for_what_lacks_and_for_nothing_else() -> None:

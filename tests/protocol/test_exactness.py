@@ -169,7 +169,8 @@ def test_codecs_train(codec: str) -> None:
     assert swarm.fired
     assert (sha256 == expected) == (codec == "float32+zstd")
     losses = [result.loss for result in swarm.results]
-    assert losses == pytest.approx([result.loss for result in results], rel=2e-2)
+    rel = 3e-2 if codec.startswith("int4") else 2e-2  # 16 samples of 8 values, each of 4 bits
+    assert losses == pytest.approx([result.loss for result in results], rel=rel)
 
 
 @pytest.mark.parametrize("seed", [None, 5], ids=["nearest", "stochastic"])

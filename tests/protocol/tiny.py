@@ -110,8 +110,10 @@ def plan(num_microbatches: int = 4, num_steps: int = 3, **more: Any) -> Plan:
     return Plan(num_microbatches, num_steps, schedule.lr, clip_norm=1.0, **more)
 
 
-def ahead_of(policy: str, ahead: int, num_microbatches: int) -> Ahead:
-    return Ahead() if policy == "exact" else Ahead(min(ahead, num_microbatches), num_microbatches)
+def ahead_of(policy: str, ahead: int, num_microbatches: int, since: int = 0) -> Ahead:
+    if policy == "exact":
+        return Ahead()
+    return Ahead(min(ahead, num_microbatches), num_microbatches, since)
 
 
 @functools.cache
@@ -121,10 +123,11 @@ def baseline(
     poisoned: tuple[Place, ...] = (),
     policy: str = "exact",
     ahead: int = ALL,
+    since: int = 0,
 ) -> tuple[str, list[StepResult]]:
     """sha256 and step results of the one-process run."""
     batches = TinyBatches(poisoned=poisoned)
-    chosen = plan(num_microbatches, ahead=ahead_of(policy, ahead, num_microbatches))
+    chosen = plan(num_microbatches, ahead=ahead_of(policy, ahead, num_microbatches, since))
     oracle = Baseline(chosen, shared_pipeline(1), batches, OPTIMIZER)
     results = list(oracle.steps(num_steps))
     return oracle.report()["sha256"], results
