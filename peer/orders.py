@@ -198,7 +198,7 @@ class Orders:
             if self._round is None or self._round_ballot != ballot:
                 self._stop_round()
                 self._round_ballot = ballot
-                work = self._prepare(ballot, members, share, shares, as_it_is, early)
+                work = self._once_counted(ballot, members, share, shares, as_it_is, early)
                 self._round = self.server.tasks.spawn(work)
             current = self._round
             try:
@@ -231,7 +231,7 @@ class Orders:
             raise CallFailedError("refused", frozen.reason)
         return frozen.do is Do.RUN
 
-    async def _prepare(
+    async def _once_counted(
         self,
         ballot: Ballot,
         members: Sequence[str],
@@ -240,9 +240,19 @@ class Orders:
         as_it_is: bool,
         early: bool,
     ) -> Prepared:
-        server, term = self.server, ballot.term
         while not self._freeze(ballot, expected, early):
-            await server.parts.of(ballot.step).changed.wait()
+            await self.server.parts.of(ballot.step).changed.wait()
+        return await self._prepare(ballot, members, shares, as_it_is)
+
+    async def _prepare(
+        self,
+        ballot: Ballot,
+        members: Sequence[str],
+        shares: Sequence[int] | None,
+        as_it_is: bool,
+    ) -> Prepared:
+        """Of a ledger that is frozen."""
+        server, term = self.server, ballot.term
         server.probe("average", step=ballot.step)
         place = f"{server.stage}/{ballot.step}/{ballot.attempt}"
         round_id = f"{term.epoch}/{term.counter}/{term.incarnation}/{place}"
