@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MAX_NORMS = 1 << 20  # parameters in a stage
-CONFIRM_S = 10.0
+CONFIRM_S = 10.0  # after which who owes an early attempt is sent the order again
 NEW_RATE = 0.5  # how much the last round weighs beside those before
 MAX_SQUARED = 1e100  # float32 values cannot reach it
 

@@ -40,7 +40,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -69,7 +68,7 @@ class _Parked:
     """A stream that came before the order to start its round."""
 
     header: dict[str, Any]
-    started: asyncio.Future[Round]
+    started: asyncio.Future[Round | None]  # None: it had to give way
 
 
 class GroupAllReduce:
@@ -206,25 +205,31 @@ class GroupAllReduce:
             return None
         if round_id in self._rounds:
             return self._rounds[round_id]
-        per_peer = Counter(self._parked.values())
-        if (
-            len(self._parked) >= self.limits.max_parked
-            or per_peer[stream.peer] >= self.limits.max_parked_per_peer
-            or self._closed
-        ):
+        self._make_room(stream.peer)
+        found = None
+        if len(self._parked) < self.limits.max_parked and not self._closed:
+            parked = _Parked(header, asyncio.get_running_loop().create_future())
+            self._parked[parked] = stream.peer
+            try:
+                async with asyncio.timeout(self.limits.start_s):
+                    found = await parked.started
+            except TimeoutError:
+                why = "was not told to start the round"
+                await refuse(stream, why, header["to"], self.limits)
+                return None
+            finally:
+                self._parked.pop(parked, None)
+        if found is None:
             await refuse(stream, "too many rounds wait here", "", self.limits)
-            return None
-        parked = _Parked(header, asyncio.get_running_loop().create_future())
-        self._parked[parked] = stream.peer
-        try:
-            async with asyncio.timeout(self.limits.start_s):
-                return await parked.started
-        except TimeoutError:
-            why = "was not told to start the round"
-            await refuse(stream, why, header["to"], self.limits)
-            return None
-        finally:
-            del self._parked[parked]
+        return found
+
+    def _make_room(self, peer: str) -> None:
+        """Its oldest stream gives way: most likely that of an attempt that was given up here."""
+        waiting = [each for each, owner in self._parked.items() if owner == peer]
+        if len(waiting) >= self.limits.max_parked_per_peer:
+            del self._parked[waiting[0]]
+            if not waiting[0].started.done():
+                waiting[0].started.set_result(None)
 
     async def aclose(self) -> None:
         """Fail every round and refuse all further streams. Idempotent."""

@@ -35,7 +35,7 @@ class Limits:
     max_unread: int = 512  # streams that have not said yet of which round they are
     max_unread_of_one: int = 16
     max_parked: int = 64  # streams of rounds not started here
-    max_parked_per_peer: int = 16  # of attempts given up meanwhile, too
+    max_parked_per_peer: int = 4
 
 
 class Round:

@@ -162,15 +162,16 @@ def test_an_answer_that_is_evicted_during_a_replay_is_not_counted_twice(
 
 @pytest.mark.parametrize("codec", ["float16", "bfloat16", "float32+zstd", "int8", "int4+zstd"])
 def test_codecs_train(codec: str) -> None:
-    expected, results = baseline()
+    expected, results = baseline(
+        num_microbatches=12
+    )  # of 16 samples 4 bits leave too much to chance
     codecs = BoundaryCodecs(codec, codec)
-    swarm = Swarm(codecs=codecs, faults=[Fault("counted", "kill", replica="r1.1")])
+    swarm = Swarm(plan=plan(12), codecs=codecs, faults=[Fault("counted", "kill", replica="r1.1")])
     sha256 = swarm.run()["sha256"]
     assert swarm.fired
     assert (sha256 == expected) == (codec == "float32+zstd")
     losses = [result.loss for result in swarm.results]
-    rel = 3e-2 if codec.startswith("int4") else 2e-2  # 16 samples of 8 values, each of 4 bits
-    assert losses == pytest.approx([result.loss for result in results], rel=rel)
+    assert losses == pytest.approx([result.loss for result in results], rel=2e-2)
 
 
 @pytest.mark.parametrize("seed", [None, 5], ids=["nearest", "stochastic"])

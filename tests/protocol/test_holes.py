@@ -89,9 +89,7 @@ def fails_to_average(swarm: Swarm, victim: str, rounds: int, from_step: int = 0)
 def test_who_is_expelled_for_a_round_stays_out_longer_each_time() -> None:
     """It follows the commits, and could be taken into the next round at once."""
     swarm = Swarm(num_stages=2, replicas=(1, 2), seconds=(1.0, 2.0), plan=plan(2, 14))
-    fails_to_average(
-        swarm, "r1.0", 6
-    )  # the early one of a step, and the first after it, are repeated
+    fails_to_average(swarm, "r1.0", 6)  # of a step the early one, and the first after it, too
     assert swarm.run(14)["sha256"] == baseline(14, 2)[0]
     assert reasons(swarm) == ["r1.0#1"] * 2
     _, *turns = [

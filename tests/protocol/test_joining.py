@@ -192,7 +192,7 @@ def test_a_download_of_many_steps_stalls_training_for_less_than_one(
 
 def test_a_joiner_that_is_nearly_too_slow_is_waited_for_once() -> None:
     """A gradient takes longer than a step over one connection; two donors together keep up."""
-    swarm = Joining(95, rate_bps=44e3)
+    swarm = Joining(95, rate_bps=42e3)
     swarm.finish()
     step = swarm.at("admitted", JOINER)[0][1]["step"]
     walls = [result.wall_s for result in swarm.results]

@@ -4,6 +4,7 @@ leaves as it is."""
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -171,6 +172,19 @@ def test_the_others_are_computed_as_far_beyond_as_balances_the_first() -> None:
     assert torch.equal(ours.waiting(1).parameters, ours.parameters)
 
 
+class AllAlike:
+    """Every microbatch is the same."""
+
+    def __init__(self, data: dict[str, np.ndarray]) -> None:
+        self.data = data
+
+    def batch(self, step: int, index: int) -> dict[str, np.ndarray]:
+        return self.data
+
+    def validation_batch(self, index: int) -> dict[str, np.ndarray]:
+        return self.data
+
+
 @pytest.mark.parametrize("first", [1, 2])
 def test_where_curvature_does_not_change_it_is_the_exact_policy(first: int) -> None:
     """A quadratic loss: stale and balanced gradients have the mean of fresh ones, in every step."""
@@ -184,10 +198,9 @@ def test_where_curvature_does_not_change_it_is_the_exact_policy(first: int) -> N
         data=lambda: SimpleNamespace(train=data, validation=data),
     )
     pipeline = CustomPipeline(line, seed=0, num_stages=1, microbatch_size=8)
-    batches = SimpleNamespace(batch=lambda step, index: data)  # all alike
 
     def end(ahead: Ahead) -> Tensor:
-        oracle = Baseline(plan(4, 40, ahead=ahead), pipeline, batches, OPTIMIZER)  # type: ignore[arg-type]
+        oracle = Baseline(plan(4, 40, ahead=ahead), pipeline, AllAlike(data), OPTIMIZER)
         list(oracle.steps(40))
         return oracle.state.parameters
 
@@ -258,7 +271,7 @@ def test_a_checkpoint_holds_both_versions_whatever_the_cut(tmp_path: Path, num_s
     names = ours.layout.slices(ours.parameters)
     before = ours.layout.slices(ours.live[0].parameters)
     for stage in range(num_stages):
-        read = new_state(lambda k=stage: pipeline.build_stage(k), OPTIMIZER, ahead=WHOLE)  # type: ignore[misc]
+        read = new_state(partial(pipeline.build_stage, stage), OPTIMIZER, ahead=WHOLE)
         snapshot = reader.snapshot(stage)
         read.load(snapshot.tensors, snapshot.updates)
         assert isinstance(read, DelayedState)
