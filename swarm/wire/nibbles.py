@@ -38,9 +38,10 @@ from swarm.wire.blocks import noise, rounded_finite
 
 MOST_DEPTH = 8
 _LOWEST, _HIGHEST = -8.0, 7.0
-_PIECE = 1 << 18  # values: 1 MiB of float32
+_PIECE = 1 << 20  # values: in less, calling the operations takes as long as they do
 _SHIFT = 20  # a float32 without its lower 20 bits: sign, 8 bits of exponent, 3 of mantissa
 _LEAST_TOP = 2 << 3  # of a scale of 2^-125: a reciprocal must not leave float32
+_INFINITY = 0x7F800000
 _MOST_CODE, _NAN_CODE, _TURNED = 126, 127, 128
 
 
@@ -136,25 +137,32 @@ def _steps(table: Tensor, most: Tensor, step: Tensor) -> Tensor:
     larger, smaller = torch.maximum(most, least), torch.minimum(most, least)
     larger.div_(larger.new_full((1,), -_LOWEST))
     torch.maximum(larger, smaller.div_(smaller.new_full((1,), _HIGHEST)), out=step)
-    return torch.where(step < math.inf, step, 0.0).amax()
+    return step.nan_to_num(0.0, 0.0).amax()
 
 
 def _scales(most: Tensor, step: Tensor, floor: Tensor, codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Write the scales; what to multiply each block with (0: with nothing), and if it is finite."""
-    finite = step < math.inf  # false for NaN
-    top = _top(torch.where(finite, step, 0.0))
-    usable = top >= _LEAST_TOP
-    top = torch.where(usable, torch.maximum(top, floor + 1), 0)
-    factor = torch.where(usable, (top << _SHIFT).view(torch.float32).reciprocal_(), 0.0)
-    turned = most * factor >= _HIGHEST + 0.5
-    codes.copy_(torch.where(finite, torch.where(usable, top - floor, 0), _NAN_CODE))
-    codes.bitwise_or_(turned.to(torch.uint8) << 7)
-    return torch.where(turned, -factor, factor), finite
+    """Write the scales; what to multiply each block with (0: with nothing), and if it is finite.
+
+    Integers that are clamped, since choosing by a mask takes several times as long.
+    """
+    top = _top(step)
+    code = (top - floor).clamp_(1, _NAN_CODE)  # what is not finite is above all codes
+    usable = (top - (_LEAST_TOP - 1)).clamp_(0, 1)
+    code.mul_(usable)
+    usable.mul_((_NAN_CODE - code).clamp_(0, 1))
+    scale = (code + floor).clamp_(_LEAST_TOP).bitwise_left_shift_(_SHIFT).view(torch.float32)
+    factor = scale.reciprocal_().mul_(usable)
+    turned = (most * factor >= _HIGHEST + 0.5).to(torch.int32)
+    finite = code < _NAN_CODE
+    codes.copy_(code.bitwise_or_(turned << 7))
+    factor.view(torch.int32).bitwise_xor_(turned.bitwise_left_shift_(31))
+    return factor, finite
 
 
 def _top(step: Tensor) -> Tensor:
-    """The upper bits of the nearest scale."""
-    return (step.view(torch.int32) + (1 << (_SHIFT - 1))) >> _SHIFT
+    """The upper bits of the nearest scale; those of infinity for what is not finite."""
+    magnitude = step.view(torch.int32).bitwise_and(0x7FFFFFFF).clamp_(max=_INFINITY)
+    return magnitude.add_(1 << (_SHIFT - 1)).bitwise_right_shift_(_SHIFT)
 
 
 def _floor(exponent: Tensor) -> Tensor:
@@ -171,16 +179,22 @@ def dequantize(packed: Tensor, shape: Sequence[int]) -> Tensor:
         return torch.empty(tuple(shape), dtype=torch.float32, device=packed.device)
     layout = Layout.of(shape)
     exponent, codes, integers = _parts(packed, layout)
-    floor, half = _floor(exponent), layout.slots // 2
+    half, scales = layout.slots // 2, _all_scales(exponent)
     values = torch.empty((layout.rows, layout.slots), device=packed.device)
     for part in layout.pieces(packed.device):
-        code = codes[part] & (_TURNED - 1)
-        top = (code.to(torch.int32) + floor) & 0x7FF
-        scale = torch.where(code == 0, 0.0, (top << _SHIFT).view(torch.float32))
-        scale = torch.where(code == _NAN_CODE, math.nan, scale)
-        scale = torch.where(codes[part] >= _TURNED, -scale, scale)
+        code = codes[part].to(torch.int32)
+        scale = scales.index_select(0, code.view(-1)).view(-1, 1, layout.blocks)
         out = values[part]
         out[:, :half].copy_((integers[part] << 4) >> 4)
         out[:, half:].copy_(integers[part] >> 4)
-        out.view(-1, layout.depth, layout.blocks).mul_(scale.unsqueeze(1))
+        out.view(-1, layout.depth, layout.blocks).mul_(scale)
     return values[:, : layout.width].contiguous().view(tuple(shape))
+
+
+def _all_scales(exponent: Tensor) -> Tensor:
+    """What each of the 256 bytes of a scale says below this exponent."""
+    code = torch.arange(_TURNED, dtype=torch.int32, device=exponent.device)
+    top = (code + _floor(exponent)) & 0x7FF
+    scale = top.bitwise_left_shift_(_SHIFT).view(torch.float32)
+    scale[0], scale[_NAN_CODE] = 0.0, math.nan
+    return torch.cat((scale, -scale))
