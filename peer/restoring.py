@@ -115,11 +115,13 @@ class Restoring:
     # ---- when to go back ------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """Look, as long as this leader leads, whether some stage's state is lost."""
+        """Look, until the run is over, whether some stage's state is lost."""
         leader, loop = self.leader, asyncio.get_running_loop()
         patient_until = loop.time() + START_GRACE_S
         while self.saved is not None:
             await asyncio.sleep(LOOK_S)
+            if leader.admission.finished:
+                return  # replicas go one after the other, and nobody has to come for them
             if not self._restored():
                 self._forget()
             stage = self._look(loop.time())

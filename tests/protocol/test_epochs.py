@@ -381,6 +381,24 @@ def test_nobody_comes_and_the_run_waits() -> None:
     assert opened[0] > 290.0
 
 
+class Farewell(EpochSwarm):
+    """The replicas of a stage go first when the run is over, the others much later."""
+
+    async def _take_down(self) -> None:
+        assert self.leader is not None
+        self.leader.admission.finished = True
+        await self.stop("r1.0")
+        await asyncio.sleep(60.0)
+        assert self.leader.fatal is None
+        await super()._take_down()
+
+
+def test_a_finished_run_misses_nobody() -> None:
+    swarm = swarm_of(kind=Farewell)
+    run_exactly(swarm, surely=False)
+    assert swarm.paused == []
+
+
 def lose_disk(swarm: EpochSwarm, name: str, away_s: float = 1.0) -> None:
     """The trainer dies with its disk and comes back as if it had never voted."""
     swarm.kill_trainer(name, away_s)
