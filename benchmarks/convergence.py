@@ -16,10 +16,11 @@ it anew. A byte-level Llama of 6 layers in 3 stages; 1.2 M parameters at hidden 
     python benchmarks/convergence.py DIR [--all] [--seeds 0,1,2] [--hidden 128] [--settings exact,…]
 
 Settings: `exact`; codecs for both directions (`bfloat16`, `int8`, `int4`, …, or FORWARD/BACKWARD as
-`int4/int8`); any of these with `~` at the end rounds stochastically; `subspace-K`, and with codecs
-for its coefficients `subspace-K+int4`, …; `delayed` and `delayed-N`, where N of a step's
-microbatches (`--microbatches`) are computed ahead of the commit before, from a tenth of the steps
-on. Each setting has the peak learning rate that suits it: `--lr`, subspaces `--subspace-lr`.
+`int4/int8`); any of these with `~` at the end rounds stochastically; `subspace-K`, of the layers of
+all stages but the last, and with codecs for its coefficients `subspace-K+int4`, …; `delayed` and
+`delayed-N`, where N of a step's microbatches (`--microbatches`) are computed ahead of the commit
+before, from a tenth of the steps on. Each setting has the peak learning rate that suits it: `--lr`,
+subspaces `--subspace-lr`.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ def sections(
     if setting.startswith("subspace-"):
         narrow, _, codecs = setting.partition("+")
         model["subspace"] = int(narrow.removeprefix("subspace-"))
+        model["subspace_layers"] = DEMO_MODEL["num_hidden_layers"] // STAGES * (STAGES - 1)
     elif setting.startswith("delayed"):
         ahead = int(setting.removeprefix("delayed").removeprefix("-") or microbatches)
         share, codecs = ahead / microbatches, ""

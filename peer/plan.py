@@ -88,18 +88,21 @@ def work_of(config: RunConfig) -> Work:
     parameters are counted without memory for them."""
     whole = config.model.model_copy(update={"stages": 1, "cut": None})
     costs = build_pipeline(config.model_copy(update={"model": whole})).layer_costs
-    apart = config.model.model_copy(update={"stages": len(costs), "cut": None})
+    apart = config.model.model_copy(
+        update={"stages": len(costs), "cut": None, "subspace_layers": None}
+    )
     pipeline: ModelPipeline = build_pipeline(config.model_copy(update={"model": apart}))
     tokens = config.batch.microbatch_size * config.data.sequence
-    parameters = tuple(
-        sum(p.numel() for p in pipeline.build_stage(stage, "meta").parameters())
-        for stage in range(len(costs))
-    )
     boundary = pipeline.boundary(0) if len(costs) > 1 else ()
-    full = boundary  # what a layer holds is not thinner in a subspace
+    wide = pipeline  # what a layer holds is not thinner in a subspace, nor are the last layers
     if boundary and config.model.subspace is not None:
-        wide = apart.model_copy(update={"subspace": None})
-        full = build_pipeline(config.model_copy(update={"model": wide})).boundary(0)
+        plain = apart.model_copy(update={"subspace": None})
+        wide = build_pipeline(config.model_copy(update={"model": plain}))
+    full = wide.boundary(0) if boundary else ()
+    narrow = config.model.subspace_layers or len(costs)
+    parameters = tuple(
+        _num_parameters(pipeline if stage < narrow else wide, stage) for stage in range(len(costs))
+    )
     held = 1 if config.model.recompute else HELD_PER_LAYER
     per_layer = held * sum(spec.num_bytes for spec in full)
     return Work(
@@ -112,6 +115,10 @@ def work_of(config: RunConfig) -> Work:
         accumulate=config.update.accumulate,
         ahead=config.ahead.microbatches,
     )
+
+
+def _num_parameters(pipeline: ModelPipeline, stage: int) -> int:
+    return sum(each.numel() for each in pipeline.build_stage(stage, "meta").parameters())
 
 
 def _row(layout: Layout, tokens: int) -> dict[str, Any]:

@@ -123,6 +123,13 @@ class ModelSection(Section):
         description="Numbers per token that cross a boundary: the residual stream is kept in a "
         "subspace of that many dimensions (Protocol Models), without loss. Left out: hidden_size.",
     )
+    subspace_layers: int | None = Field(
+        default=None,
+        ge=1,
+        le=65536,
+        description="Layers, from the first on, that write into it. Those of the last stage need "
+        "not, and the model learns more where they do not. Left out: all but the last.",
+    )
     recompute: bool = Field(
         default=False,
         description="Recompute activations in the backward pass: less memory, more time.",
@@ -147,6 +154,8 @@ class ModelSection(Section):
             )
         if self.subspace is not None and self.config is None:
             raise ValueError("model.subspace needs model.config: it trains from fresh weights")
+        if self.subspace_layers is not None and self.subspace is None:
+            raise ValueError("model.subspace_layers needs model.subspace")
         if self.pretrained_sha256 is not None and self.pretrained is None:
             raise ValueError("model.pretrained_sha256 has no meaning without model.pretrained")
         if self.cut is not None and len(self.cut) != self.stages:

@@ -50,6 +50,7 @@ SAMPLES: dict[str, str] = {
     "model.pipeline": '"my_package.my_module:pipeline"',
     "model.cut": "[2, 2, 2]",
     "model.subspace": "32",
+    "model.subspace_layers": "4",
     "data.path": '"corpus/"',
     "wire.forward": '"int8"',
     "wire.backward": '"bfloat16"',

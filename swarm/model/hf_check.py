@@ -32,7 +32,8 @@ def check_runs(config: Any, sequence: int) -> None:
     kinds that its tiny one lacks.
     """
     tiny = tiny_config(config)
-    if kinds_of_layers(config) <= kinds_of_layers(tiny) and not _failure(tiny, TINY_SEQUENCE):
+    same_kinds = {*kinds_of_layers(config)} <= {*kinds_of_layers(tiny)}
+    if same_kinds and not _failure(tiny, TINY_SEQUENCE):
         why = _failure(config, sequence)
         if why:
             raise PipelineError(
@@ -40,11 +41,11 @@ def check_runs(config: Any, sequence: int) -> None:
             )
 
 
-def kinds_of_layers(config: Any) -> set[frozenset[type]]:
-    """What each layer of a model is made of."""
+def kinds_of_layers(config: Any) -> list[frozenset[type]]:
+    """What each layer of a model is made of, in their order."""
     model = build_model(config, empty=True)
     layers = model.get_submodule(find_layers(model, decoder_config(config).num_hidden_layers))
-    return {frozenset(type(module) for module in layer.modules()) for layer in layers.children()}
+    return [frozenset(type(module) for module in layer.modules()) for layer in layers.children()]
 
 
 def _failure(config: Any, sequence: int) -> str:

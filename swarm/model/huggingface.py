@@ -80,7 +80,7 @@ class HuggingFaceStage(Stage):
         for index in range(start, end):
             unit = f"{anatomy.layers}.{index}"
             run = self.unit_runner(unit, layers[index].forward, recompute)
-            if basis is not None and index > start:
+            if basis is not None and start < index <= basis.layers:
                 run = self._through(basis, run)
             layers[index].forward = run
         if self.last:
@@ -158,6 +158,7 @@ class HuggingFacePipeline(ModelPipeline):
         dtype: str = "float32",
         pretrained: Path | None = None,
         subspace: int | None = None,
+        subspace_layers: int | None = None,
     ) -> None:
         tied = pretrained is not None and is_tied(config)
         if tied:  # one weight cannot be on two stages: the output starts as a copy
@@ -175,13 +176,16 @@ class HuggingFacePipeline(ModelPipeline):
         self.basis = None
         if subspace is not None:
             std = FROZEN_SCALE * float(getattr(text, "initializer_range", 0.02))
-            self.basis = Basis(text.hidden_size, subspace, text.vocab_size, std, seed)
+            layers = text.num_hidden_layers - 1 if subspace_layers is None else subspace_layers
+            self.basis = Basis(text.hidden_size, subspace, text.vocab_size, std, seed, layers)
         skeleton = self._skeleton(self.basis)
         self._copied = _output_from_input(skeleton) if tied else {}
         names = {name for name, _ in skeleton.named_parameters()}
         self.key_order = [key for key in skeleton.state_dict() if key in names]
         self.layer_costs = _costs(skeleton, text, self.anatomy, sequence)
         self.cut = choose_cut(self.layer_costs, num_stages, cut)
+        if self.basis is not None:
+            self.basis.check_layers(self.cut)
         hidden_dtype = str(self.anatomy.hidden_dtype).removeprefix("torch.")
         self._hidden = TensorSpec((microbatch_size, sequence, text.hidden_size), hidden_dtype)
         if subspace is not None:
@@ -208,6 +212,7 @@ class HuggingFacePipeline(ModelPipeline):
             dtype=model.dtype,
             pretrained=directory,
             subspace=model.subspace,
+            subspace_layers=model.subspace_layers,
         )
 
     def _skeleton(self, basis: Basis | None) -> Any:
@@ -263,7 +268,7 @@ class HuggingFacePipeline(ModelPipeline):
         if self.basis is not None:
             from swarm.model.subspace_check import check_subspace
 
-            check_subspace(self.config, self.basis.k)
+            check_subspace(self.config, self.basis)
 
 
 def _output_from_input(model: Any) -> dict[str, str]:

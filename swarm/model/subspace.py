@@ -13,6 +13,9 @@ embedding holds (tokens, k). So any optimizer keeps it exactly, its state is hid
 too, and there is nothing to repair. `U` stays what the seed made it; the paper also turns it now
 and then, which would have to change the parameters of all stages at one commit.
 
+The last layers, behind which there is no boundary, write to all of the stream as in a plain model:
+where none did, what reads the output would have only k numbers to tell tokens by.
+
 A cut must change no bit (DESIGN I6). So *between every two layers*, cut there or not, the stream
 goes through `r` (`project`, `rebuild`), by the same kernels on the same shapes.
 
@@ -23,7 +26,7 @@ vectors), since a QR would give each machine other bits.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,19 +49,34 @@ NOT_WRITERS = "use llama, qwen3, gpt2 without dropout or the like, or leave subs
 
 
 class Basis:
-    """`U` and the frozen token table, on one device. Not parameters: the seed says all of them."""
+    """`U` and the frozen token table, on one device. Not parameters: the seed says all of them.
 
-    def __init__(self, hidden: int, k: int, vocab_size: int, std: float, seed: int) -> None:
+    The first `layers` layers of the model write into the subspace.
+    """
+
+    def __init__(
+        self, hidden: int, k: int, vocab_size: int, std: float, seed: int, layers: int
+    ) -> None:
         if not 1 <= k < hidden:
             raise PipelineError(
                 f"[model] subspace is {k} but the model's hidden size is {hidden}",
                 f"set it to a number from 1 to {hidden - 1}",
             )
-        self.hidden, self.k, self.vocab_size = hidden, k, vocab_size
+        self.hidden, self.k, self.vocab_size, self.layers = hidden, k, vocab_size, layers
         self.u = orthonormal(hidden, k, derive_seed(seed, "subspace", "basis"))
         self.ut = self.u.T.contiguous()
         generator = torch.Generator().manual_seed(derive_seed(seed, "subspace", "tokens"))
         self.table = torch.empty(vocab_size, hidden).normal_(0.0, std, generator=generator)
+
+    def check_layers(self, cut: Sequence[int]) -> None:
+        """Raises PipelineError unless all that crosses a boundary of this cut is inside."""
+        total, sending = sum(cut), sum(cut[:-1])
+        if not sending <= self.layers <= total:
+            raise PipelineError(
+                f"[model] subspace_layers is {self.layers}, but of {total} layers those of all "
+                f"stages but the last, {sending}, have to write into the subspace",
+                f"set it to a number from {sending} to {total}, or choose another cut",
+            )
 
     def to(self, device: str | torch.device) -> Basis:
         """The same on another device; shares memory with this one where it is there already."""
@@ -110,7 +128,7 @@ class SubspaceEmbedding(nn.Embedding):
 
 
 def constrain(model: Any, anatomy: Anatomy, basis: Basis) -> None:
-    """Replaces what writes to the residual stream of a whole, empty model.
+    """Replaces what writes to the residual stream in the first layers of a whole, empty model.
 
     Raises PipelineError where it is not found. That nothing else writes to the stream, and that
     what is found does so linearly, is for `swarm.model.subspace_check` to prove.
@@ -131,7 +149,7 @@ def constrain(model: Any, anatomy: Anatomy, basis: Basis) -> None:
                 module.num_embeddings, basis, padding=module.padding_idx, tokens=module is tokens
             ),
         )
-    for index, layer in enumerate(model.get_submodule(anatomy.layers)):
+    for index, layer in enumerate(model.get_submodule(anatomy.layers)[: basis.layers]):
         writers = [
             (name, module)
             for name, module in layer.named_modules()

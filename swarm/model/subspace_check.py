@@ -2,13 +2,15 @@
 
 A tiny model of the config is built with the constraint. Three things must hold: cut after every
 layer it equals itself whole, to the bit; whatever its parameters, nothing but `frozen(tokens)` lies
-outside the subspace after any layer (a norm or a dropout behind a projection would put it there, a
+outside the subspace before any layer (a norm or a dropout behind a projection would put it there, a
 scaled embedding scales the frozen part); and folded into plain parameters it gives the logits of
-the library's own model. And the tiny model must have every kind of layer that the config has.
+the library's own model. And the tiny model must have every kind of layer that the config has, and
+among its first, which are constrained, every kind that the config has there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,18 +22,18 @@ from swarm.model.hf_check import SEED, compare, kinds_of_layers
 from swarm.model.hf_config import TINY_SEQUENCE, decoder_config, tiny_config
 from swarm.model.huggingface import HuggingFacePipeline, HuggingFaceStage
 from swarm.model.stage import Batch
-from swarm.model.subspace import NOT_WRITERS
+from swarm.model.subspace import NOT_WRITERS, Basis
 
 TINY_SUBSPACE = 8
 OUTSIDE = 1e-5  # of the norm: rounding leaves 1e-7
 LOGITS = 1e-4
 
 
-def check_subspace(config: Any, k: int) -> None:
+def check_subspace(config: Any, basis: Basis) -> None:
     """Raises PipelineError with the reason if models of this config leave the subspace."""
     tiny = tiny_config(config)
     try:
-        why = _difference(config, tiny, min(k, TINY_SUBSPACE))
+        why = _difference(config, tiny, basis)
     except PipelineError:
         raise
     except Exception as error:  # whatever a family's own code raises
@@ -40,20 +42,26 @@ def check_subspace(config: Any, k: int) -> None:
         raise PipelineError(f"subspace: {config.model_type} cannot have one: {why}", NOT_WRITERS)
 
 
-def _difference(config: Any, tiny: Any, k: int) -> str:
-    def cut_into(stages: int) -> HuggingFacePipeline:
+def _difference(config: Any, tiny: Any, basis: Basis) -> str:
+    layers = decoder_config(tiny).num_hidden_layers
+    narrow = min(basis.layers, max(layers - 1, 1))
+
+    def cut_into(cut: Sequence[int]) -> HuggingFacePipeline:
         return HuggingFacePipeline(
             tiny,
-            num_stages=stages,
+            num_stages=len(cut),
+            cut=cut,
             microbatch_size=2,
             sequence=TINY_SEQUENCE,
             seed=SEED,
-            subspace=k,
+            subspace=min(basis.k, TINY_SUBSPACE),
+            subspace_layers=narrow,
         )
 
-    layers = decoder_config(tiny).num_hidden_layers
-    pipeline, one = cut_into(layers), cut_into(1)
-    if not kinds_of_layers(config) <= kinds_of_layers(tiny):
+    apart = [1] * narrow + [layers - narrow] * (narrow < layers)
+    pipeline, one = cut_into(apart), cut_into([layers])
+    real, few = kinds_of_layers(config), kinds_of_layers(tiny)
+    if not ({*real} <= {*few} and {*real[: basis.layers]} <= {*few[:narrow]}):
         return "it has layers of a kind that a model of its first few lacks"
     generator = torch.Generator().manual_seed(SEED)
     ids = torch.randint(
@@ -64,7 +72,7 @@ def _difference(config: Any, tiny: Any, k: int) -> str:
     _disturb(whole, generator)
     if why := _outside(whole, one.anatomy.layers, batch):
         return why
-    stages = [pipeline.build_stage(stage) for stage in range(layers)]
+    stages = [pipeline.build_stage(stage) for stage in range(len(apart))]
     values = dict(whole.named_parameters())
     for stage in stages:
         stage.eval()
@@ -107,17 +115,13 @@ def _outside(whole: HuggingFaceStage, layers: str, batch: Batch) -> str:
     def hook(place: str) -> Any:
         return lambda module, args: seen(place, args[0])
 
-    def last(module: Any, args: Any, output: Any) -> None:
-        seen(f"layer {len(modules) - 1} adds", output[0] if isinstance(output, tuple) else output)
-
-    modules = list(whole.inner.get_submodule(layers).children())
+    modules = list(whole.inner.get_submodule(layers).children())[: basis.layers + 1]
     handles = [
         module.register_forward_pre_hook(
             hook(f"layer {index - 1} adds" if index else "what enters layer 0 has")
         )
         for index, module in enumerate(modules)
     ]
-    handles.append(modules[-1].register_forward_hook(last))
     whole.train()
     whole.logits((), batch)
     for handle in handles:

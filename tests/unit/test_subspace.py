@@ -61,12 +61,31 @@ def trained(pipeline: HuggingFacePipeline) -> HuggingFaceStage:
     return whole
 
 
+@pytest.mark.parametrize("layers", [None, 2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_check_proves_cuts_containment_and_folding(family: str) -> None:
-    pipeline = a_pipeline(family, 2)
+def test_the_check_proves_cuts_containment_and_folding(family: str, layers: int | None) -> None:
+    pipeline = a_pipeline(family, 2, cut=(2, 2), subspace_layers=layers)
     pipeline.check()
     (spec,) = pipeline.boundary(0)
     assert (spec.shape, spec.dtype) == ((2, 16, 16), "float32")
+
+
+@pytest.mark.parametrize(("given", "narrow"), [(None, 3), (2, 2), (4, 4)])
+def test_the_last_layers_are_those_of_a_plain_model(given: int | None, narrow: int) -> None:
+    """Nothing they write crosses a boundary; the output is read from all of hidden."""
+    whole = a_pipeline(subspace_layers=given).build_stage(0, "meta")
+    shapes = {name: tuple(each.shape) for name, each in whole.named_parameters()}
+    for name, inputs in (("mlp.down_proj", 96), ("self_attn.o_proj", 64)):
+        writers = [shapes[f"model.layers.{index}.{name}.weight"] for index in range(4)]
+        assert writers == [(16, inputs)] * narrow + [(64, inputs)] * (4 - narrow)
+
+
+def test_all_that_sends_writes_into_the_subspace() -> None:
+    a_pipeline(stages=3, cut=(1, 1, 2), subspace_layers=2)
+    with pytest.raises(PipelineError, match="those of all stages but the last, 3, have to"):
+        a_pipeline(stages=3, cut=(1, 2, 1), subspace_layers=2)
+    with pytest.raises(PipelineError, match="subspace_layers is 5, but of 4 layers"):
+        a_pipeline(subspace_layers=5)
 
 
 @pytest.mark.parametrize(
@@ -78,8 +97,10 @@ def test_the_check_proves_cuts_containment_and_folding(family: str) -> None:
         ("olmo2", {}, "layer 0 adds"),
         ("mixtral", {"num_local_experts": 4}, "1 projections"),
         ("bloom", {}, "LayerNorm"),
-        # experts, of the last layer of a tiny model alone, and of none of its layers
-        ("deepseek_v3", {**EXPERTS, "first_k_dense_replace": 3}, "layer 3 adds"),
+        # experts in a layer of a tiny model that must not have them, in its last layer alone, which
+        # may but stands for one that must not, and in none of its layers
+        ("deepseek_v3", {**EXPERTS, "first_k_dense_replace": 2}, "layer 2 adds"),
+        ("deepseek_v3", {**EXPERTS, "first_k_dense_replace": 3}, "layers of a kind"),
         ("deepseek_v3", {**EXPERTS, "first_k_dense_replace": 4}, "layers of a kind"),
     ],
 )
@@ -153,9 +174,12 @@ def test_the_basis_is_orthonormal_and_has_the_same_bits_everywhere() -> None:
     )
 
 
+@pytest.mark.parametrize("layers", [None, 2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_export_is_a_plain_model_with_the_same_logits(family: str, tmp_path: Path) -> None:
-    pipeline, batch = a_pipeline(family), a_batch()
+def test_export_is_a_plain_model_with_the_same_logits(
+    family: str, layers: int | None, tmp_path: Path
+) -> None:
+    pipeline, batch = a_pipeline(family, subspace_layers=layers), a_batch()
     whole = trained(pipeline)
     whole.eval()
     export_model(pipeline, dict(whole.named_parameters()), tmp_path / "out", byte_tokenizer())
@@ -179,11 +203,11 @@ class Batches:
 
 def test_a_swarm_that_loses_a_replica_ends_as_one_process() -> None:
     """I6, with only `r` on the wire and activations recomputed in the backward."""
-    whole = Baseline(plan(), a_pipeline(), Batches(), OPTIMIZER)
+    whole = Baseline(plan(), a_pipeline(subspace_layers=2), Batches(), OPTIMIZER)
     list(whole.steps(3))
     fault = Fault("counted", "kill", replica="r1.1", step=1)
     swarm = Swarm(batches=Batches(), faults=[fault])
-    swarm.pipeline = a_pipeline(stages=3, recompute=True)
+    swarm.pipeline = a_pipeline(stages=3, cut=(1, 1, 2), subspace_layers=2, recompute=True)
     assert swarm.run()["sha256"] == whole.report()["sha256"]
     assert swarm.fired
 
