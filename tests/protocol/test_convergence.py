@@ -34,6 +34,8 @@ def chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     def build(setting: str) -> Chain:
         tables = sections(setting, 32, 1, STEPS, 1e-2, MICROBATCHES)
         tables["model"]["config"].update(TINY)
+        if "subspace" in tables["model"]:
+            tables["model"]["subspace_layers"] = 2  # as many as its first two stages have
         tables["data"] = {"source": "text", "path": str(tmp_path / "corpus.txt"), "sequence": 16}
         chains.append(Chain(parse_config(tables, setting)))
         return chains[-1]
