@@ -87,9 +87,15 @@ def work_of(config: RunConfig) -> Work:
     """What the run's model costs, layer by layer: it is cut into stages of one layer each, whose
     parameters are counted without memory for them."""
     whole = config.model.model_copy(update={"stages": 1, "cut": None})
-    costs = build_pipeline(config.model_copy(update={"model": whole})).layer_costs
+    one = build_pipeline(config.model_copy(update={"model": whole}))
+    costs, given = one.layer_costs, config.model.subspace_layers
+    narrow = len(costs) - 1 if given is None else given
     apart = config.model.model_copy(
-        update={"stages": len(costs), "cut": None, "subspace_layers": None}
+        update={
+            "stages": len(costs),
+            "cut": None,
+            "subspace_layers": None if given is None else max(given, len(costs) - 1),
+        }
     )
     pipeline: ModelPipeline = build_pipeline(config.model_copy(update={"model": apart}))
     tokens = config.batch.microbatch_size * config.data.sequence
@@ -99,9 +105,9 @@ def work_of(config: RunConfig) -> Work:
         plain = apart.model_copy(update={"subspace": None})
         wide = build_pipeline(config.model_copy(update={"model": plain}))
     full = wide.boundary(0) if boundary else ()
-    narrow = config.model.subspace_layers or len(costs)
     parameters = tuple(
-        _num_parameters(pipeline if stage < narrow else wide, stage) for stage in range(len(costs))
+        _num_parameters(wide if narrow <= stage < len(costs) - 1 else pipeline, stage)
+        for stage in range(len(costs))
     )
     held = 1 if config.model.recompute else HELD_PER_LAYER
     per_layer = held * sum(spec.num_bytes for spec in full)
@@ -114,6 +120,7 @@ def work_of(config: RunConfig) -> Work:
         optimizer=config.optimizer.name,
         accumulate=config.update.accumulate,
         ahead=config.ahead.microbatches,
+        latest_boundary=one.latest_boundary,
     )
 
 

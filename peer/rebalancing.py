@@ -357,7 +357,7 @@ class Rebalancing:
             for cost, part in zip(costs, _parts(layers, pipeline.cut), strict=True)
             for each in part
         ]
-        cut = recut(scaled, pipeline.cut, table, now)
+        cut = recut(scaled, pipeline.cut, table, now, pipeline.latest_boundary)
         usual = statistics.median([each for each in speeds if each > 0] or [1.0])
         missed = choose_stage(table, PeerLoad("", speed=usual), now)
         return {

@@ -61,9 +61,12 @@ class CheckpointReader:
         try:
             self.run_id = str(self.manifest["run_id"])
             self._updates = [int(entry["meta"]["updates"]) for entry in self.manifest["stages"]]
+            why = pipeline.differs_from(self.manifest.get("config", {}))
         except (KeyError, TypeError, ValueError) as error:
             what = f"checkpoint {directory} is damaged: {error!r} in its manifest"
             raise DataError(what, "choose another") from None
+        if why:
+            raise DataError(f"{directory} is of another model: {why}", SAME_MODEL)
         self._where: dict[str, int] = {}
         for entry in self.manifest["stages"]:
             for name in self._names_in(directory / entry["file"]):

@@ -35,6 +35,9 @@ class Shape(Protocol):
     batch_spec: dict[str, TensorSpec]
     key_order: list[str]
 
+    @property
+    def latest_boundary(self) -> int: ...
+
     def stage_cost(self, stage: int) -> float: ...
 
     def weight(self, batch: Mapping[str, Any]) -> int: ...

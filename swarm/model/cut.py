@@ -11,9 +11,15 @@ from collections.abc import Sequence
 from swarm.errors import PipelineError
 
 
-def balanced_cut(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
-    """Layers per stage, at least one each, with the smallest possible largest stage cost."""
+def balanced_cut(
+    costs: Sequence[int], num_stages: int, latest: int | None = None
+) -> tuple[int, ...]:
+    """Layers per stage, at least one each, with the smallest possible largest stage cost.
+
+    No boundary comes after more than `latest` layers, where there are stages few enough for that.
+    """
     count = len(costs)
+    latest = count - 1 if latest is None else max(latest, num_stages - 1)
     sums = [0]
     for cost in costs:
         sums.append(sums[-1] + cost)
@@ -24,7 +30,7 @@ def balanced_cut(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
         for layers in range(stages, count + 1):
             options = (
                 (max(best[stages - 1][start], sums[layers] - sums[start]), start)
-                for start in range(stages - 1, layers)
+                for start in range(stages - 1, min(layers, latest + 1))
             )
             best[stages][layers], last[stages][layers] = min(options)
     cut: list[int] = []
@@ -37,9 +43,12 @@ def balanced_cut(costs: Sequence[int], num_stages: int) -> tuple[int, ...]:
 
 
 def choose_cut(
-    costs: Sequence[int], num_stages: int, cut: Sequence[int] | None = None
+    costs: Sequence[int],
+    num_stages: int,
+    cut: Sequence[int] | None = None,
+    latest: int | None = None,
 ) -> tuple[int, ...]:
-    """The cut asked for, checked, or the balanced one. Raises PipelineError."""
+    """The cut asked for, checked, or the balanced one (see there). Raises PipelineError."""
     layers = len(costs)
     if not 1 <= num_stages <= layers:
         raise PipelineError(
@@ -47,7 +56,7 @@ def choose_cut(
             f"set [model] stages to a number from 1 to {layers}",
         )
     if cut is None:
-        return balanced_cut(costs, num_stages)
+        return balanced_cut(costs, num_stages, latest)
     if len(cut) != num_stages or sum(cut) != layers or min(cut) < 1:
         raise PipelineError(
             f"[model] cut = {list(cut)} does not divide {layers} layers into {num_stages} stages",

@@ -166,7 +166,7 @@ class HuggingFacePipeline(ModelPipeline):
         text = decoder_config(config)
         vocab_size = text.vocab_size if vocab_size is None else vocab_size
         check_config(config, vocab_size=vocab_size, sequence=sequence)
-        self.config, self.seed, self.recompute = config, seed, recompute
+        self.config, self._text, self.seed, self.recompute = config, text, seed, recompute
         self.pretrained = pretrained
         self.num_stages = num_stages
         self.autocast = None if dtype == "float32" else torch_dtype(dtype)
@@ -175,15 +175,15 @@ class HuggingFacePipeline(ModelPipeline):
         self.batch_spec = {"tokens": tokens, "targets": tokens}
         self.basis = None
         if subspace is not None:
-            std = FROZEN_SCALE * float(getattr(text, "initializer_range", 0.02))
             layers = text.num_hidden_layers - 1 if subspace_layers is None else subspace_layers
+            std = _frozen_std(text)
             self.basis = Basis(text.hidden_size, subspace, text.vocab_size, std, seed, layers)
         skeleton = self._skeleton(self.basis)
         self._copied = _output_from_input(skeleton) if tied else {}
         names = {name for name, _ in skeleton.named_parameters()}
         self.key_order = [key for key in skeleton.state_dict() if key in names]
         self.layer_costs = _costs(skeleton, text, self.anatomy, sequence)
-        self.cut = choose_cut(self.layer_costs, num_stages, cut)
+        self.cut = choose_cut(self.layer_costs, num_stages, cut, self.latest_boundary)
         if self.basis is not None:
             self.basis.check_layers(self.cut)
         hidden_dtype = str(self.anatomy.hidden_dtype).removeprefix("torch.")
@@ -220,6 +220,20 @@ class HuggingFacePipeline(ModelPipeline):
         if basis is not None:
             constrain(model, self.anatomy, basis)
         return model
+
+    @property
+    def latest_boundary(self) -> int:
+        last = super().latest_boundary
+        return last if self.basis is None else min(self.basis.layers, last)
+
+    def differs_from(self, config: Mapping[str, Any]) -> str:
+        if self.basis is None:
+            return ""
+        text = decoder_config(
+            inline_config(dict(config["model"]["config"]), config["data"]["vocab_size"])
+        )
+        same = (config["run"]["seed"], _frozen_std(text)) == (self.seed, _frozen_std(self._text))
+        return "" if same else "its subspace is that of another run.seed or initializer_range"
 
     def plain(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Parameters of the run as those of a model that any program loads."""
@@ -269,6 +283,11 @@ class HuggingFacePipeline(ModelPipeline):
             from swarm.model.subspace_check import check_subspace
 
             check_subspace(self.config, self.basis)
+
+
+def _frozen_std(text: Any) -> float:
+    """Of the token table that a subspace has beside it."""
+    return FROZEN_SCALE * float(getattr(text, "initializer_range", 0.02))
 
 
 def _output_from_input(model: Any) -> dict[str, str]:

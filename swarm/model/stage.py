@@ -178,6 +178,16 @@ class ModelPipeline(ABC):
     batch_spec: dict[str, TensorSpec]
     key_order: list[str]
 
+    @property
+    def latest_boundary(self) -> int:
+        """How many layers may come before the last boundary, whatever the cut."""
+        return len(self.layer_costs) - 1
+
+    def differs_from(self, config: Mapping[str, Any]) -> str:
+        """Why the parameters of a run of that canonical config would not mean here what they meant
+        there, though names and shapes fit; empty if they do."""
+        return ""
+
     def stage_cost(self, stage: int) -> float:
         """What a microbatch costs in `stage`, in the unit of `layer_costs`."""
         return float(sum(self.layer_costs[slice(*stage_range(self.cut, stage))]))

@@ -39,8 +39,8 @@ from swarm.model.randomness import derive_seed
 from swarm.model.stage import seam
 
 # The frozen table's standard deviation in those of the other weights. What a layer can tell a token
-# by, outside the subspace, must last while the stream inside grows: 1 and 15 learn worse.
-FROZEN_SCALE = 5.0
+# by, outside the subspace, must last while the stream inside grows: 1 to 10 learn worse.
+FROZEN_SCALE = 20.0
 
 # What families call the projections that write to the residual stream.
 WRITERS = ("o_proj", "down_proj", "c_proj", "out_proj", "dense", "dense_4h_to_h", "fc2", "fc_out",
@@ -71,11 +71,16 @@ class Basis:
     def check_layers(self, cut: Sequence[int]) -> None:
         """Raises PipelineError unless all that crosses a boundary of this cut is inside."""
         total, sending = sum(cut), sum(cut[:-1])
-        if not sending <= self.layers <= total:
+        if self.layers > total:
             raise PipelineError(
-                f"[model] subspace_layers is {self.layers}, but of {total} layers those of all "
-                f"stages but the last, {sending}, have to write into the subspace",
-                f"set it to a number from {sending} to {total}, or choose another cut",
+                f"[model] subspace_layers is {self.layers} but the model has {total} layers",
+                f"set it to at most {total}, or leave it out",
+            )
+        if self.layers < sending:
+            raise PipelineError(
+                f"[model] subspace_layers is {self.layers}, but with {list(cut)} layers a stage "
+                f"{sending} come before the last",
+                "choose a cut whose last stage begins earlier, or a new run another number",
             )
 
     def to(self, device: str | torch.device) -> Basis:

@@ -71,20 +71,25 @@ class Recut:
 
 
 def recut(
-    layer_costs: Sequence[float], cut: Sequence[int], table: LoadTable, now_s: float
+    layer_costs: Sequence[float],
+    cut: Sequence[int],
+    table: LoadTable,
+    now_s: float,
+    latest: int | None = None,
 ) -> Recut:
     """The cut that suits the peers as they are placed now, and what it would gain.
 
     `layer_costs`: of every layer, in the units of `StageNeed.cost`; `cut`: layers per stage now.
     A stage's capacity is its settled rate times its cost. The best contiguous cut for those
     capacities is found exactly (the largest cost per capacity is smallest), O(stages x layers^2).
+    No boundary may come after more than `latest` layers.
     """
     present = table.settled_rates(now_s)
     capacity = [rate * need.cost for rate, need in zip(present, table.stages, strict=True)]
     before = min(present, default=0.0)
     if not capacity or min(capacity) <= 0:
         return Recut(tuple(cut), before, 0.0, "a stage has nobody: another cut does not help")
-    best = best_cut(layer_costs, capacity)
+    best = best_cut(layer_costs, capacity, latest)
     start, after = 0, math.inf
     for layers, each in zip(best, capacity, strict=True):
         after = min(after, each / sum(layer_costs[start : start + layers]))
@@ -97,9 +102,15 @@ def recut(
     )
 
 
-def best_cut(layer_costs: Sequence[float], capacity: Sequence[float]) -> tuple[int, ...]:
-    """Layers per stage, at least one each, with the least largest cost / capacity."""
+def best_cut(
+    layer_costs: Sequence[float], capacity: Sequence[float], latest: int | None = None
+) -> tuple[int, ...]:
+    """Layers per stage, at least one each, with the least largest cost / capacity.
+
+    No boundary comes after more than `latest` layers, which must be stages - 1 at least.
+    """
     layers, stages = len(layer_costs), len(capacity)
+    latest = layers - 1 if latest is None else latest
     sums = [0.0]
     for cost in layer_costs:
         sums.append(sums[-1] + cost)
@@ -110,7 +121,7 @@ def best_cut(layer_costs: Sequence[float], capacity: Sequence[float]) -> tuple[i
         row = [math.inf] * (layers + 1)
         took = [0] * (layers + 1)
         for end in range(stage + 1, layers - (stages - stage - 1) + 1):
-            for start in range(stage, end):
+            for start in range(stage, min(end, latest + 1)):
                 worst = max(best[start], (sums[end] - sums[start]) / capacity[stage])
                 if worst < row[end]:
                     row[end], took[end] = worst, end - start

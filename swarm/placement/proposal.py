@@ -43,7 +43,8 @@ class Work:
     """What a microbatch and a step are. Per layer: `flops` of forward and backward, `parameters`,
     `activation_bytes` held between them. `boundary_values`: numbers that cross a boundary, one
     way. `microbatches` per step; `slots` in flight per replica (None: what every peer can hold).
-    Averaging overlaps with the first `ahead` microbatches of the next step."""
+    Averaging overlaps with the first `ahead` microbatches of the next step. No boundary may come
+    after more than `latest_boundary` layers (None: any)."""
 
     flops: tuple[float, ...]
     parameters: tuple[int, ...]
@@ -54,6 +55,13 @@ class Work:
     accumulate: str = "float64"
     slots: int | None = None
     ahead: int = 0
+    latest_boundary: int | None = None
+
+    @property
+    def most_stages(self) -> int:
+        layers = len(self.flops)
+        latest = layers - 1 if self.latest_boundary is None else self.latest_boundary
+        return min(layers, latest + 1, MOST_STAGES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +83,7 @@ def propose(work: Work, devices: Sequence[Device]) -> Layout | None:
     """The best layout found, or None where the model does not fit these devices at all."""
     best: list[Layout] = []
     for codec in CODEC_BYTES:
-        for count in range(1, min(len(work.flops), len(devices), MOST_STAGES) + 1):
+        for count in range(1, min(work.most_stages, len(devices)) + 1):
             found = place(work, devices, _balanced(work, count), codec, fit_cut=True)
             if found.throughput > 0:
                 best.append(found)
@@ -99,7 +107,7 @@ def place(
     layout = _place(work, devices, tuple(cut), codec)
     if fit_cut and layout.throughput > 0:
         capacity = [rate * need.cost for rate, need in zip(layout.rates, layout.needs, strict=True)]
-        fitted = best_cut(work.flops, capacity)
+        fitted = best_cut(work.flops, capacity, work.latest_boundary)
         if fitted != layout.cut:
             other = _place(work, devices, fitted, codec)
             if other.throughput > layout.throughput:
@@ -108,7 +116,8 @@ def place(
 
 
 def _balanced(work: Work, stages: int) -> tuple[int, ...]:
-    return balanced_cut([max(1, round(each)) for each in work.flops], stages)
+    costs = [max(1, round(each)) for each in work.flops]
+    return balanced_cut(costs, stages, work.latest_boundary)
 
 
 def _place(work: Work, devices: Sequence[Device], cut: tuple[int, ...], codec: str) -> Layout:

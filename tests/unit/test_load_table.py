@@ -214,6 +214,7 @@ def test_whatever_a_peer_says_of_its_device_plans_are_made_and_told(
         each.facts = StageFacts(0.2, 1)
     leader = leader_of(said, *honest)
     leader.pipeline.layer_costs, leader.pipeline.cut = [1.0] * 6, (2, 2, 2)
+    leader.pipeline.latest_boundary = 5
 
     async def draw_up() -> None:
         books = Rebalancing(leader)

@@ -359,3 +359,4 @@ def test_another_cut_is_proposed_with_its_gain() -> None:
     assert other.reason == "cut [3, 1] instead of [2, 2] would gain 100%"
     even = LoadTable(table.stages, tuple(PeerLoad(n, (s,), speed=1.0) for s, n in enumerate("ab")))
     assert recut([1.0] * 4, [2, 2], even, 0.0).gain == 0.0
+    assert recut([1.0] * 4, [2, 2], table, 0.0, latest=2).cut == (2, 2)

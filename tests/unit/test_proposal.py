@@ -13,6 +13,7 @@ from peer.plan import read_machines, work_of
 from swarm.config import parse_config
 from swarm.config_text import DEMO_MODEL
 from swarm.errors import ConfigError
+from swarm.model import build_pipeline
 from swarm.placement.proposal import Device, Work, place, propose
 
 ROOT = Path(__file__).parents[2]
@@ -91,6 +92,27 @@ def test_a_subspace_makes_boundaries_thin_and_not_what_layers_hold() -> None:
     plain, thin = described(), described(subspace=8)
     assert thin.boundary_values == plain.boundary_values * 8 // DEMO_MODEL["hidden_size"]
     assert thin.activation_bytes == plain.activation_bytes
+
+
+@pytest.mark.parametrize("layers", [None, 2, 6])
+def test_parameters_of_a_subspace_are_those_that_will_be_built(layers: int | None) -> None:
+    model = {"stages": 2, "subspace": 8, "config": DEMO_MODEL}
+    model |= {} if layers is None else {"subspace_layers": layers}
+    config = parse_config({"model": model, "schedule": {"steps": 1}})
+    work, pipeline = work_of(config), build_pipeline(config)
+    built = [pipeline.build_stage(stage, "meta").parameters() for stage in (0, 1)]
+    assert sum(work.parameters) == sum(each.numel() for stage in built for each in stage)
+
+
+@pytest.mark.parametrize(("latest", "cut"), [(None, (3, 1)), (2, (2, 2))])
+def test_no_cut_is_proposed_that_the_run_would_refuse(
+    latest: int | None, cut: tuple[int, ...]
+) -> None:
+    """The last layer alone is as dear as the rest."""
+    dear = Work((1.0, 1.0, 1.0, 3.0), (1,) * 4, (1,) * 4, 1, 8, latest_boundary=latest)
+    devices = [Device(name, 1.0, 1 << 30, 1e9) for name in "abcd"]
+    assert place(dear, devices, (2, 2), "int8", fit_cut=True).cut == cut
+    assert dear.most_stages == cut[0] + 1
 
 
 def test_mistakes_in_the_machines_are_named(tmp_path: Path) -> None:

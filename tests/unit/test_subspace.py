@@ -82,10 +82,30 @@ def test_the_last_layers_are_those_of_a_plain_model(given: int | None, narrow: i
 
 def test_all_that_sends_writes_into_the_subspace() -> None:
     a_pipeline(stages=3, cut=(1, 1, 2), subspace_layers=2)
-    with pytest.raises(PipelineError, match="those of all stages but the last, 3, have to"):
+    with pytest.raises(PipelineError, match=r"with \[1, 2, 1\] layers a stage 3 come before"):
         a_pipeline(stages=3, cut=(1, 2, 1), subspace_layers=2)
-    with pytest.raises(PipelineError, match="subspace_layers is 5, but of 4 layers"):
+    with pytest.raises(PipelineError, match="2 come before"):
+        a_pipeline(stages=3, subspace_layers=1)
+    with pytest.raises(PipelineError, match="subspace_layers is 5 but the model has 4 layers"):
         a_pipeline(subspace_layers=5)
+
+
+def test_the_balanced_cut_is_one_that_the_subspace_allows() -> None:
+    """Layers that write to all of the stream are dearer, and the head is: without a bound the last
+    stage would have one of them."""
+    assert a_pipeline(stages=2, k=1).cut == (3, 1)
+    assert a_pipeline(stages=2, k=1, subspace_layers=2).cut == (2, 2)
+
+
+def test_parameters_mean_something_in_their_own_subspace_alone() -> None:
+    """Names and shapes would fit."""
+    values = {"model_type": "llama", **FAMILIES["llama"]}
+    config = {"run": {"seed": 3}, "model": {"config": values}, "data": {"vocab_size": 256}}
+    pipeline = a_pipeline()
+    assert not pipeline.differs_from(config)
+    assert "run.seed" in pipeline.differs_from({**config, "run": {"seed": 4}})
+    wider = {"config": {**values, "initializer_range": 0.03}}
+    assert "initializer_range" in pipeline.differs_from({**config, "model": wider})
 
 
 @pytest.mark.parametrize(
