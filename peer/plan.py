@@ -90,6 +90,8 @@ def work_of(config: RunConfig) -> Work:
     one = build_pipeline(config.model_copy(update={"model": whole}))
     costs, given = one.layer_costs, config.model.subspace_layers
     narrow = len(costs) - 1 if given is None else given
+    # With a boundary behind every layer but the last, all those must write into the subspace; the
+    # ones that will not, in the run, are counted in a plain model below.
     apart = config.model.model_copy(
         update={
             "stages": len(costs),

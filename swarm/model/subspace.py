@@ -80,7 +80,8 @@ class Basis:
             raise PipelineError(
                 f"[model] subspace_layers is {self.layers}, but with {list(cut)} layers a stage "
                 f"{sending} come before the last",
-                "choose a cut whose last stage begins earlier, or a new run another number",
+                f"let the last stage begin after at most {self.layers} layers; a new run may set "
+                f"subspace_layers to {sending} instead",
             )
 
     def to(self, device: str | torch.device) -> Basis:

@@ -162,9 +162,8 @@ def test_an_answer_that_is_evicted_during_a_replay_is_not_counted_twice(
 
 @pytest.mark.parametrize("codec", ["float16", "bfloat16", "float32+zstd", "int8", "int4+zstd"])
 def test_codecs_train(codec: str) -> None:
-    expected, results = baseline(
-        num_microbatches=12
-    )  # of 16 samples 4 bits leave too much to chance
+    # 4 bits leave too much to chance with the 16 samples that fewer microbatches have.
+    expected, results = baseline(num_microbatches=12)
     codecs = BoundaryCodecs(codec, codec)
     swarm = Swarm(plan=plan(12), codecs=codecs, faults=[Fault("counted", "kill", replica="r1.1")])
     sha256 = swarm.run()["sha256"]

@@ -27,6 +27,7 @@ from swarm.ahead import Ahead
 from swarm.averaging.policy import POLICIES
 from swarm.compute import InlineCompute
 from swarm.delayed_state import PREVIOUS, DelayedState, State, new_state
+from swarm.errors import DataError
 from swarm.ledger import Do, Ledger
 from swarm.model.custom import CustomPipeline, Pipeline
 from swarm.optim import make_optimizer
@@ -294,6 +295,16 @@ def test_a_checkpoint_of_another_policy_serves_as_first_weights_do(tmp_path: Pat
     read = CheckpointReader(two, shared_pipeline(1), OPTIMIZER).snapshot(0)
     assert PREVIOUS not in read.tensors
     assert torch.equal(read.tensors["parameters"], delayed.parameters)
+
+
+def test_a_checkpoint_whose_parameters_mean_something_else_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though its names and shapes fit (of a subspace: `tests/unit/test_subspace.py`)."""
+    path, pipeline = write(tmp_path, state(), 3), shared_pipeline(1)
+    monkeypatch.setattr(pipeline, "differs_from", lambda config: "of another seed")
+    with pytest.raises(DataError, match="is of another model: of another seed"):
+        CheckpointReader(path, pipeline, OPTIMIZER)
 
 
 def test_a_baseline_that_resumes_ends_with_the_same_bits(tmp_path: Path) -> None:
