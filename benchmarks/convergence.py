@@ -19,8 +19,10 @@ Settings: `exact`; codecs for both directions (`bfloat16`, `int8`, `int4`, …, 
 `int4/int8`); any of these with `~` at the end rounds stochastically; `subspace-K`, of the layers of
 all stages but the last, and with codecs for its coefficients `subspace-K+int4`, …; `delayed` and
 `delayed-N`, where N of a step's microbatches (`--microbatches`) are computed ahead of the commit
-before, from a tenth of the steps on. Each setting has the peak learning rate that suits it: `--lr`,
-subspaces `--subspace-lr`.
+before, from a tenth of the steps on; and `exact-table`, a plain model whose embedding begins as
+many times larger as the frozen table of a subspace is, to see what that alone is worth (no run.toml
+says that, so no swarm trains it). Each setting has the peak learning rate that suits it: `--lr`;
+subspaces and `exact-table` `--subspace-lr`.
 """
 
 from __future__ import annotations
@@ -47,6 +49,7 @@ from swarm.config_text import DEMO_MODEL
 from swarm.data import build_dataset
 from swarm.delayed_state import State, new_state
 from swarm.model import build_pipeline, model_sha256
+from swarm.model.subspace import FROZEN_SCALE
 from swarm.optim import clip_scale
 from swarm.stage_state import GradientFacts, Graph, StageState, rounded
 from swarm.wire.boundaries import BACKWARD, FORWARD, BoundaryCodecs
@@ -62,6 +65,7 @@ FRESH_PART = 10  # of the steps of `delayed`, one in so many has nothing ahead
 KEPT_LOSSES = 250  # of a run, about
 TOP_LOSS = 2.4  # of the plot
 DELAYED = ("delayed-1", "delayed-2", "delayed")
+TABLE, EMBEDDING = "exact-table", "model.embed_tokens.weight"
 CODECS = ("bfloat16", "int8", "int4", "int8~", "int4~", "int4/int8")
 
 
@@ -81,7 +85,7 @@ def sections(
         ahead = int(setting.removeprefix("delayed").removeprefix("-") or microbatches)
         share, codecs = ahead / microbatches, ""
         update = {"policy": "delayed", "ahead": share, "ahead_since": steps // FRESH_PART}
-    if codecs not in ("exact", ""):
+    if codecs not in ("exact", TABLE, ""):
         forward, _, backward = codecs.removesuffix("~").partition("/")
         wire = {"forward": forward, "backward": backward or forward}
         wire["rounding"] = "stochastic" if codecs.endswith("~") else "nearest"
@@ -198,6 +202,12 @@ class Chain:
             items += self.pipeline.weight(batch)
         return math.fsum(losses) / items
 
+    @torch.no_grad()
+    def enlarge_embedding(self) -> None:
+        """As the frozen table of a subspace is, before the first step."""
+        embedding = dict(self.states[0].live[0].stage.named_parameters())[EMBEDDING]
+        embedding.mul_(FROZEN_SCALE)
+
     def sha256(self) -> str:
         hashes: dict[str, str] = {}
         for state in self.states:
@@ -224,6 +234,8 @@ def run(path: Path, setting: str, hidden: int, seed: int, options: argparse.Name
     described = sections(setting, hidden, seed, steps, lr, options.microbatches)
     path.with_suffix(".toml").write_text(toml(described) + "\n")
     chain = Chain(parse_config(described, setting))
+    if setting == TABLE:
+        chain.enlarge_embedding()
     began, losses = time.perf_counter(), []
     for step in range(steps):
         losses.append(chain.step(step))
@@ -318,7 +330,8 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _lr(setting: str, options: argparse.Namespace) -> float:
-    rate: float = options.subspace_lr if setting.startswith("subspace-") else options.lr
+    wide = setting.startswith("subspace-") or setting == TABLE
+    rate: float = options.subspace_lr if wide else options.lr
     return rate
 
 

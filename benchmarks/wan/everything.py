@@ -37,7 +37,12 @@ class Command(NamedTuple):
 
 
 THIN = (
-    '--keep-window --seconds 12 --settings "subspace-32 int4" "subspace-16 int4" "subspace-8 int4"'
+    "--keep-window --seconds 12 --microbatch-size 2"
+    ' --settings "subspace-32 int4" "subspace-16 int4" "subspace-8 int4"'
+)
+POOR = (
+    "--policy delayed --keep-window --microbatch-size 1 --congestion bbr --profiles lan poor"
+    ' --settings "subspace-8 int4"'
 )
 WIDE = (
     "--keep-window --seconds 12 --limit 600 --torch"
@@ -48,9 +53,13 @@ COMMANDS = {
     "line": Command(8, "line.py --plot benchmarks/out/wan_line.png"),
     "averaging": Command(14, "averaging.py"),
     "exact": Command(11, f"throughput.py --policy exact {THIN}"),
-    "delayed": Command(11, f"throughput.py --policy delayed {THIN}"),
-    "delayed_quarter": Command(
-        15, f"throughput.py --policy delayed --ahead 0.25 --microbatches 64 {THIN}"
+    "half_ahead": Command(
+        17,
+        f"throughput.py --policy delayed --ahead 0.5 --profiles lan fibre home --rounds 5 {THIN}",
+    ),
+    "poor_all_ahead": Command(4, f"throughput.py {POOR} --seconds 12 --rounds 5"),
+    "poor_half_ahead": Command(
+        4, f"throughput.py {POOR} --ahead 0.5 --microbatches 48 --seconds 20 --rounds 3"
     ),
     "averaged": Command(2, f"throughput.py --policy delayed {ONE} --parameters 100000"),
     "averaged_more": Command(2, f"throughput.py --policy delayed {ONE} --parameters 1000000"),
