@@ -67,6 +67,7 @@ class Scenario:
     faults: tuple[Fault, ...] = ()
     policy: str = "exact"
     ahead: int = ALL  # with the delayed policy
+    since: int = 0  # the first step of which any are ahead
     twins_bps: float = 0.0  # of the links between replicas of a stage, if not as all
     costs: tuple[float, ...] = ()
     then: tuple[float, ...] = ()
@@ -109,6 +110,7 @@ class Scenario:
             checkpoint_every=self.checkpoints,
             policy=self.policy,
             ahead=self.ahead,
+            since=self.since,
             batches=TinyBatches(poisoned=self.poisoned),
             trainer_ids=self.trainer_ids,
             leases=dict(zip(self.trainer_ids, self.leases, strict=False)),
@@ -122,7 +124,7 @@ class Scenario:
         """Raises AssertionError, TimeoutError, DeadlockError or whatever else went wrong."""
         swarm = swarm or self.swarm()
         expected, _ = baseline(
-            self.steps, self.microbatches, self.poisoned, self.policy, self.ahead
+            self.steps, self.microbatches, self.poisoned, self.policy, self.ahead, self.since
         )
         result = swarm.run(self.steps, limit_s=LIMIT_S)
         assert result["sha256"] == expected, "other parameters than the baseline"
@@ -219,8 +221,13 @@ def draw(seed: int, number: int = 0) -> Scenario:
         scenario = dataclasses.replace(scenario, policy="delayed", steps=scenario.steps + 1)
         twins_bps = r.choice((0.0, 20_000.0, 60_000.0, 200_000.0))  # so that averaging takes time
         ahead = random.Random(f"{seed}/{number}/ahead").choice((ALL, ALL, 1, 2))
-        return dataclasses.replace(scenario, twins_bps=twins_bps, ahead=ahead)
+        since = _since(seed, number)
+        return dataclasses.replace(scenario, twins_bps=twins_bps, ahead=ahead, since=since)
     return scenario
+
+
+def _since(seed: int, number: int = 0) -> int:
+    return random.Random(f"{seed}/{number}/since").choice((0, 0, 1, 2))
 
 
 def _draw_moving(r: random.Random, seed: int) -> Scenario:
@@ -244,6 +251,7 @@ def _draw_moving(r: random.Random, seed: int) -> Scenario:
         leases=tuple(r.choice((0.5, 1.0, 5.0)) for _ in TRAINERS) if several else (),
         chunk=r.choice((CHUNK, CHUNK, 32, 8)),
         policy="delayed" if delayed else "exact",
+        since=_since(seed) if delayed else 0,
         costs=costs,
         then=tuple(r.sample(costs, len(costs))),
         second_share=r.choice((0.0, 0.0, 0.5, 1.0)),

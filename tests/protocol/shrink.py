@@ -30,6 +30,7 @@ MADE_PLAIN = (
     "checkpoints",
     "chunk",
     "policy",
+    "since",
     "twins_bps",
     "costs",
     "then",

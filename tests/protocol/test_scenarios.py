@@ -110,6 +110,7 @@ def test_movers_are_struck_in_every_way() -> None:
     for field in ("pinned", "both", "second_share", "checkpoints"):
         assert {bool(getattr(each, field)) for each in drawn} == {False, True}
     assert {each.policy for each in drawn} == {"exact", "delayed"}
+    assert {each.since for each in drawn} == {0, 1, 2}
     assert {each.trainers for each in drawn} == {1, 3}
 
 
