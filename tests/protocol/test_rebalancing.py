@@ -15,7 +15,6 @@ import pytest
 from peer.members import Offer
 from peer.restoring import Origin, Saved
 from peer.snapshots import Snapshot
-from swarm.credits import SPARE
 from swarm.errors import DataError
 from swarm.net.links import peer_of
 from swarm.placement import MovePolicy, StageNeed, estimate_memory
@@ -348,9 +347,8 @@ def test_a_peer_throttled_five_times_loses_its_load_within_ten_microbatches() ->
     assert "p2" in after, "slow is not dead"
 
 
-def test_a_slow_stage_does_not_fill_the_others_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Credits per stage: nobody holds all that it could, nor waits for slots."""
-    monkeypatch.setattr("peer.member.least_slots", lambda num_stages: 16)
+def test_a_slow_stage_does_not_fill_the_others_memory() -> None:
+    """Credits per stage: nobody holds more than its slots, nor waits for them."""
     swarm = AdaptiveSwarm(
         plan=plan(30, 1), peers=((0,), (1,), (2,), (2,), (2,)), costs=(1.0, 1.0, 12.0)
     )
@@ -366,7 +364,7 @@ def test_a_slow_stage_does_not_fill_the_others_memory(monkeypatch: pytest.Monkey
 
     swarm.at_end = at_end
     assert swarm.run(1)["sha256"] == baseline(1, 30)[0]
-    assert held[0] <= 5 + SPARE  # five replicas
+    assert held[0] <= 7  # five replicas, and two to spare
 
 
 class FirstWeights:
