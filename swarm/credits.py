@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-SPARE = 5  # per replica, for what is uneven: queues are then rarely empty, and hold little
+SPARE = 2  # per replica, for what is uneven
 
 
 class Transit:

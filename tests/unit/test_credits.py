@@ -13,7 +13,7 @@ def test_short_lines_need_one_per_replica_and_some_to_spare() -> None:
 
 def test_what_is_on_the_way_is_added() -> None:
     # 22 microbatches a second that are 0.25 s on their way: 5.5 more in all, 3 per replica
-    assert slots([[99, 99]] * 3, rate=22.0, transit_s=0.25, least=2) == [3 + 3 + SPARE] * 3
+    assert slots([[9, 9]] * 3, rate=22.0, transit_s=0.25, least=2) == [3 + 3 + SPARE] * 3
 
 
 def test_a_stage_with_few_replicas_holds_more_at_each() -> None:
@@ -25,7 +25,7 @@ def test_never_more_than_a_replica_can_hold() -> None:
 
 
 def test_an_empty_stage_gets_the_least() -> None:
-    assert slots([[], [9]], rate=0.0, transit_s=0.0, least=8) == [8, 8]
+    assert slots([[], [8]], rate=0.0, transit_s=0.0, least=5) == [5, 5]
 
 
 def test_transit_is_what_no_replica_did() -> None:
