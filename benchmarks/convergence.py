@@ -330,8 +330,8 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
 
 
 def _lr(setting: str, options: argparse.Namespace) -> float:
-    wide = setting.startswith("subspace-") or setting == TABLE
-    rate: float = options.subspace_lr if wide else options.lr
+    has_large_table = setting.startswith("subspace-") or setting == TABLE
+    rate: float = options.subspace_lr if has_large_table else options.lr
     return rate
 
 
