@@ -31,6 +31,8 @@ SHY = "shy"  # as a donor it has nothing for anybody, while this is in the direc
 THRIFTY = "thrifty"  # as a donor it gives one small chunk for each commit; see `NOTES`
 NOTES = "notes.jsonl"  # of a thrifty one: donors, chunks it asks for and keeps, states it reports
 FORGETFUL = "forgetful"  # it keeps no answer that it has counted
+REGRETTED = "regretted"  # it dies when the forgetful one has evicted what it was sent
+FORGETFUL_PEER = "0a"
 RECOMPUTED = "recomputed"  # a forgetful one writes here what it computes again
 
 
@@ -60,7 +62,7 @@ def _doom(process: LocalProcess, fate: str) -> None:
 class Forgetful(Doomed):
     """The only peer of stage 0 keeps no answer."""
 
-    fates: ClassVar = {"0a": FORGETFUL}
+    fates: ClassVar = {FORGETFUL_PEER: FORGETFUL}
 
 
 class Shy(Doomed):
@@ -112,6 +114,7 @@ def peer(arguments: Any, tell: Any) -> int:
             SHY: _be_shy,
             THRIFTY: _be_thrifty,
             FORGETFUL: _forget,
+            REGRETTED: _die_regretted,
         }[fate](data_dir)
     return witness.peer(arguments, tell)
 
@@ -265,6 +268,25 @@ def _be_thrifty(data_dir: Path) -> None:
     Download._keep = note  # type: ignore[method-assign]
     Orders._commit = report  # type: ignore[method-assign]
     CatchUp._describe = choose  # type: ignore[method-assign]
+
+
+def _die_regretted(data_dir: Path) -> None:
+    """With something counted. An early order to average comes to its stage before the stage before
+    has counted all; that one's own order runs once it has."""
+    from peer.orders import Orders
+
+    prepare: Callable[..., Any] = Orders._prepare
+    books = data_dir.parent / FORGETFUL_PEER / witness.FILE
+
+    async def last(self: Orders, ballot: Any, *args: Any) -> Any:
+        while self.server.parts.ledger.counted:
+            for line in witness.lines_of(books):
+                if line["point"] == "prepare" and line["ballot"][1] == ballot.step:
+                    die()
+            await asyncio.sleep(0.02)
+        return await prepare(self, ballot, *args)
+
+    Orders._prepare = last  # type: ignore[method-assign]
 
 
 def _forget(data_dir: Path) -> None:

@@ -51,12 +51,14 @@ class Stoppable(LocalSwarm):
         rows = self.status().get("replicas", [])
         return [row["stage"] for row in rows if row["standing"] == "serving"].count(stage)
 
-    async def until(self, condition: Callable[[], Any], what: str) -> None:
+    async def until(self, condition: Callable[[], Any], what: str) -> Any:
+        """What the condition then is: asked again, the swarm may have gone on."""
         try:
             async with asyncio.timeout(WAIT_S):
-                while not condition():
+                while not (found := condition()):
                     self._raise_if_failed()
                     await asyncio.sleep(0.02)
+                return found
         except TimeoutError:
             raise AssertionError(f"waited for {what}; {self.status()}") from None
 

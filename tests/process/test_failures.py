@@ -32,6 +32,7 @@ from tests.process.doomed import (
     LIED,
     MOMENTS,
     RECOMPUTED,
+    REGRETTED,
     SHY,
     THRIFTY,
     Doomed,
@@ -345,7 +346,7 @@ def test_answers_that_were_evicted_are_computed_again(check: Check) -> None:
 
     async def script(swarm: Stoppable) -> list[dict]:
         assert isinstance(swarm, Forgetful)
-        victim = await swarm.add_doomed(1, "averaging")  # all is counted then, and evicted
+        victim = await swarm.add_doomed(1, REGRETTED)
         assert await swarm.ended(victim.name) == -signal.SIGKILL
         await swarm.until_step(1)
         return []

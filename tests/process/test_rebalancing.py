@@ -187,9 +187,9 @@ def test_six_settle_two_die_and_one_slows_down(forks: Forks, tmp_path: Path) -> 
             )
             for name in swarm.there(dear)[:2]:
                 swarm.kill_peer(name)
-            await swarm.until(lambda: swarm.settled(4), "the best of the survivors")
-
-            slow = swarm.there(dear)[0]
+            slow, *_ = await swarm.until(
+                lambda: swarm.settled(4) and swarm.there(dear), "the best of the survivors"
+            )
             even = 1 / swarm.num_serving(dear)
             swarm.slow_down(slow, 5)
             await swarm.until_step(1)
