@@ -28,6 +28,7 @@ from tests.protocol.scenarios import run_or_shrink
 from tests.protocol.shrink import MADE_PLAIN, candidates, fails, shrink
 
 SEEDS, MOVING, CHUNK = 520, 80, 20
+RICH = (85, 483, 504, 196, 99, 450, 495, 21, 344, 389)  # once enough to see everything
 
 
 # What faults do, beside what every chunk of seeds has to show.
@@ -71,7 +72,7 @@ def test_faults_of_every_kind_strike_and_do_what_they_are_for() -> None:
     """A fault that never strikes, or does nothing, would let every seed pass."""
     fired: Counter[str] = Counter()
     seen: Counter[str] = Counter()
-    for seed in range(SEEDS):
+    for seed in (*RICH, *range(SEEDS)):
         swarm = run_seed(seed)[1]
         fired.update(fault.action for fault in swarm.fired)
         seen.update(swarm.effects)
