@@ -22,7 +22,7 @@ all stages but the last, and with codecs for its coefficients `subspace-K+int4`,
 before, from a tenth of the steps on; and `exact-table`, a plain model whose embedding begins as
 many times larger as the frozen table of a subspace is, to see what that alone is worth (no run.toml
 says that, so no swarm trains it). Each setting has the peak learning rate that suits it: `--lr`;
-subspaces and `exact-table` `--subspace-lr`.
+subspaces and `exact-table` `--subspace-lr`, by default less where the model is wider.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ GOALS = {"int8": 0.005, "int4": 0.01, "delayed-1": 0.005, "subspace-32": 0.02}  
 SHORT = ("exact", "int8", "int4", "delayed-1", "subspace-32")
 FRESH_PART = 10  # of the steps of `delayed`, one in so many has nothing ahead
 KEPT_LOSSES = 250  # of a run, about
+SUBSPACE_LR = {128: 2e-3, 256: 2e-3, 384: 1e-3}  # of 1e-3 and 2e-3, at hidden 128 and 384
 TOP_LOSS = 2.4  # of the plot
 DELAYED = ("delayed-1", "delayed-2", "delayed")
 TABLE, EMBEDDING = "exact-table", "model.embed_tokens.weight"
@@ -230,7 +231,7 @@ def run(path: Path, setting: str, hidden: int, seed: int, options: argparse.Name
     """Train one run and write its result; `path` exists only when all of it has been done."""
     step_tokens = options.microbatches * MICROBATCH_TOKENS
     steps = -(-options.tokens // step_tokens)
-    lr = _lr(setting, options)
+    lr = _lr(setting, hidden, options)
     described = sections(setting, hidden, seed, steps, lr, options.microbatches)
     path.with_suffix(".toml").write_text(toml(described) + "\n")
     chain = Chain(parse_config(described, setting))
@@ -329,15 +330,17 @@ def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _lr(setting: str, options: argparse.Namespace) -> float:
+def _lr(setting: str, hidden: int, options: argparse.Namespace) -> float:
     has_large_table = setting.startswith("subspace-") or setting == TABLE
-    rate: float = options.subspace_lr if has_large_table else options.lr
+    rate: float = options.lr
+    if has_large_table:
+        rate = options.subspace_lr or SUBSPACE_LR.get(hidden, min(SUBSPACE_LR.values()))
     return rate
 
 
-def _ending(setting: str, options: argparse.Namespace) -> str:
+def _ending(setting: str, hidden: int, options: argparse.Namespace) -> str:
     """Of the names of a setting's results that may be compared."""
-    return f"-m{options.microbatches}-lr{_lr(setting, options):g}-t{options.tokens}"
+    return f"-m{options.microbatches}-lr{_lr(setting, hidden, options):g}-t{options.tokens}"
 
 
 def _found(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -345,7 +348,7 @@ def _found(options: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     for path in sorted(options.directory.glob("*.json")):
         each = json.loads(path.read_text())
-        if path.stem.endswith(_ending(each["setting"], options)):
+        if path.stem.endswith(_ending(each["setting"], each["hidden"], options)):
             found.append(each)
     return found
 
@@ -360,7 +363,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=3_000_000, help="trained per run")
     parser.add_argument("--validation-tokens", type=int, default=204_800)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--subspace-lr", type=float, default=2e-3)
+    parser.add_argument("--subspace-lr", type=float, help="whatever the width")
     parser.add_argument("--microbatches", type=int, default=4, help="of a step, 256 tokens each")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--show", action="store_true", help="only what is in DIR; run nothing")
@@ -379,7 +382,8 @@ def main() -> None:
         results = show(runs)
     for seed in [] if options.show else [int(each) for each in options.seeds.split(",")]:
         for hidden, setting in wanted:
-            name = f"{setting.replace('/', '+')}-h{hidden}-s{seed}{_ending(setting, options)}"
+            ending = _ending(setting, hidden, options)
+            name = f"{setting.replace('/', '+')}-h{hidden}-s{seed}{ending}"
             path = options.directory / f"{name}.json"
             if not path.exists():
                 run(path, setting, hidden, seed, options)

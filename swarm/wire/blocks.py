@@ -16,7 +16,7 @@ comparison, conversions and integers only, each of which IEEE 754 or integer ari
 the bit; one operation at a time, none fused. What is divided by is a tensor, since CUDA multiplies
 by the reciprocal of a number: of 4 million blocks with a 7, 32 would get another scale. NaN is
 never converted to an integer. Stochastic rounding adds noise that is an integer hash of the
-element's number and a seed, so the same seed gives the same bytes, in whatever pieces.
+element's place and a seed, so the same seed gives the same bytes, in whatever pieces.
 
 On a CPU the work goes through pieces that stay in the cache; on other devices in one piece.
 """
@@ -86,7 +86,8 @@ def _quantize(
     inverse = torch.where(usable, torch.reciprocal(rounded.float()), 0.0)
     torch.mul(blocks, inverse.unsqueeze(1), out=work)
     if seed is not None:
-        work.add_(noise(seed, first * BLOCK, work.shape, work.device)).clamp_(-LEVELS, LEVELS)
+        add_noise(work, seed, first)
+        work.clamp_(-LEVELS, LEVELS)
     integers.copy_(rounded_finite(work, finite.unsqueeze(1)))
 
 
@@ -116,19 +117,27 @@ def dequantize(packed: Tensor, shape: Sequence[int]) -> Tensor:
     return values.view(-1)[:num_elements].view(tuple(shape))
 
 
-def noise(seed: int, first: int, shape: torch.Size, device: torch.device) -> Tensor:
-    """Uniform in [-0.5, 0.5), by element number: a 32-bit integer hash with two keys.
+def add_noise(values: Tensor, seed: int, first: int) -> None:
+    """Add to float32 `values` (rows, an even width), of which the first row is number `first`,
+    uniform numbers in (-0.5, 0.5) that depend on row, column and the 64-bit `seed` alone.
 
-    Shifts and multipliers are those of `lowbias32` (C. Wellons, hash-prospector); a product of
-    int32 wraps, the same on every device.
+    A hash serves two columns, half a row apart, with 16 bits each. They become odd multiples of
+    2^-17: their mean is 0, and what is an integer stays nearest to itself. The hash is of 32 bits
+    with two keys; shifts and multipliers are those of `lowbias32` (C. Wellons, hash-prospector). A
+    product of int32 wraps, the same on every device; one with a power of two is exact, fused with a
+    sum or not.
     """
-    x = torch.arange(math.prod(shape), dtype=torch.int32, device=device)
-    x.add_(_signed(first)).bitwise_xor_(_signed(seed))
+    rows, half = len(values), values.shape[1] // 2
+    x = torch.arange(rows * half, dtype=torch.int32, device=values.device)
+    x.add_(_signed(first * half)).bitwise_xor_(_signed(seed))
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
     x.bitwise_xor_(_signed(seed >> 32))
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_signed(0x846CA68B))
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
-    return (x >> 8).to(torch.float32).mul_(2.0**-24).view(shape)
+    x = x.view(rows, half)
+    values[:, half:].add_((x >> 15).bitwise_or_(1), alpha=2.0**-17)
+    low = x.bitwise_left_shift_(16).bitwise_right_shift_(15).bitwise_or_(1)
+    values[:, :half].add_(low, alpha=2.0**-17)
 
 
 def _signed(value: int) -> int:

@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from swarm.wire.blocks import noise, rounded_finite
+from swarm.wire.blocks import add_noise, rounded_finite
 
 MOST_DEPTH = 8
 _LOWEST, _HIGHEST = -8.0, 7.0
@@ -106,7 +106,7 @@ def quantize(values: Tensor, seed: int | None = None) -> Tensor:
         factor, finite = _scales(most[part], step[part], floor, codes[part])
         work = torch.mul(table[part], factor.unsqueeze(1), out=whole[: len(factor)])
         if seed is not None:
-            work.add_(noise(seed, part.start * layout.slots, work.shape, device))
+            add_noise(work.view(-1, layout.slots), seed, part.start)
             work.clamp_(_LOWEST, _HIGHEST)
         nibbles = rounded_finite(work, finite.unsqueeze(1)).to(torch.int8).view(-1, layout.slots)
         torch.mul(nibbles[:, half:], 16, out=integers[part])

@@ -93,21 +93,29 @@ def test_pieces_and_the_rest_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(expected) == packed_bytes(values.shape) == 10 * 66
 
 
-def hashed(number: int, seed: int) -> float:
-    """The noise of one value, in Python's integers."""
+def hashed(number: int, seed: int) -> int:
+    """`lowbias32` with two keys, in Python's integers."""
     x = (number ^ seed) & 0xFFFFFFFF
     x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
     x ^= seed >> 32
     x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
-    x ^= x >> 16
-    return ((x - (1 << 32) if x >= 1 << 31 else x) >> 8) * 2.0**-24
+    return x ^ x >> 16
+
+
+def noise(bits: int) -> float:
+    """Of 16 bits, two's complement."""
+    return (2 * (bits - (1 << 16) if bits >= 1 << 15 else bits) + 1) * 2.0**-17
 
 
 def test_the_noise_is_the_documented_hash() -> None:
     for seed in (0, 1, 0xDEADBEEF12345678, 2**64 - 1):
-        for first in (0, 64, 2**31 - 32):
-            got = blocks.noise(seed, first, torch.Size((2, 32)), torch.device("cpu"))
-            assert got.view(-1).tolist() == [hashed(first + i, seed) for i in range(64)]
+        for first in (0, 5, 2**27 - 1):
+            got = torch.zeros(3, 32)
+            blocks.add_noise(got, seed, first)
+            for row, values in enumerate(got.tolist()):
+                hashes = [hashed((first + row) * 16 + column, seed) for column in range(16)]
+                assert values[:16] == [noise(each & 0xFFFF) for each in hashes]
+                assert values[16:] == [noise(each >> 16) for each in hashes]
 
 
 def test_stochastic_rounding_is_right_on_average() -> None:
@@ -118,10 +126,20 @@ def test_stochastic_rounding_is_right_on_average() -> None:
     assert float(mean[0]) == pytest.approx(127.0, abs=0.51)
 
 
+def test_integers_stay_what_they_are() -> None:
+    values = torch.arange(-127, 128).float().repeat(3000, 1).view(-1, 2)
+    noisy = values.clone()
+    blocks.add_noise(noisy, 3, 0)
+    assert torch.equal(noisy.round(), values)
+
+
 def test_noise_is_even() -> None:
-    noise = blocks.noise(7, 0, torch.Size((1 << 16,)), torch.device("cpu"))
-    assert -0.5 <= float(noise.min()) < -0.499
+    noise = torch.zeros(1 << 10, 64)
+    blocks.add_noise(noise, 7, 0)
+    assert -0.5 < float(noise.min()) < -0.499
     assert 0.499 < float(noise.max()) < 0.5
     assert abs(float(noise.mean())) < 0.005
+    halves = torch.corrcoef(torch.stack((noise[:, :32].flatten(), noise[:, 32:].flatten())))
+    assert abs(float(halves[0, 1])) < 0.02
     counts = torch.histc(noise, 16, -0.5, 0.5)
     assert float((counts - 4096).abs().max()) < 300
