@@ -281,6 +281,7 @@ class Member:
             optimizer=self.optimizer.name,
             accumulate=self.accumulate,
             steps_in_flight=self.policy.steps_in_flight,
+            shared_bytes=self.pipeline.shared_bytes,
         )
         part = None if self.memory_bytes is None else self.memory_bytes // self.sharers
         # Kept answers lie in the host's memory, which other devices do not compute in.

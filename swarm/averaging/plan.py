@@ -186,10 +186,14 @@ def is_direct(num_members: int, num_elements: int, accumulate: str, codec: str) 
 
 
 def contribution_bytes(num_elements: int, accumulate: str, codec: str) -> int:
-    """Bytes of `num_elements` values of a float dtype; exact for codecs that do not compress."""
+    """Bytes of `num_elements` values. Raises ValueError for codecs that compress: nobody could say
+    beforehand where a part ends."""
     if codec == EXACT:
         return num_elements * ACCUMULATE_BYTES[accumulate]
-    return get_codec(codec).nbytes_bounds("float32", (num_elements,))[0]
+    least, most = get_codec(codec).nbytes_bounds("float32", (num_elements,))
+    if least != most:
+        raise ValueError(f"gradients cannot be averaged as {codec}: its length varies")
+    return least
 
 
 def link_rates(came: Sequence[Sequence[float]]) -> list[tuple[float, float]]:

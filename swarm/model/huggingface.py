@@ -226,6 +226,10 @@ class HuggingFacePipeline(ModelPipeline):
         last = super().latest_boundary
         return last if self.basis is None else min(self.basis.layers, last)
 
+    @property
+    def shared_bytes(self) -> int:
+        return 0 if self.basis is None else self.basis.table_bytes
+
     def differs_from(self, config: Mapping[str, Any]) -> str:
         if self.basis is None:
             return ""

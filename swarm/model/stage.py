@@ -183,6 +183,11 @@ class ModelPipeline(ABC):
         """How many layers may come before the last boundary, whatever the cut."""
         return len(self.layer_costs) - 1
 
+    @property
+    def shared_bytes(self) -> int:
+        """What every stage holds on its device beside parameters and activations."""
+        return 0
+
     def differs_from(self, config: Mapping[str, Any]) -> str:
         """Why the parameters of a run of that canonical config would not mean here what they meant
         there, though names and shapes fit; empty if they do."""

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,7 +52,8 @@ NOT_WRITERS = "use llama, qwen3, gpt2 without dropout or the like, or leave subs
 class Basis:
     """`U` and the frozen token table, on one device. Not parameters: the seed says all of them.
 
-    The first `layers` layers of the model write into the subspace.
+    The first `layers` layers of the model write into the subspace. `std` is the table's standard
+    deviation.
     """
 
     def __init__(
@@ -60,13 +62,31 @@ class Basis:
         if not 1 <= k < hidden:
             raise PipelineError(
                 f"[model] subspace is {k} but the model's hidden size is {hidden}",
-                f"set it to a number from 1 to {hidden - 1}",
+                f"set it to a number from 1 to {hidden - 1}" if hidden > 1 else "leave it out",
             )
         self.hidden, self.k, self.vocab_size, self.layers = hidden, k, vocab_size, layers
         self.u = orthonormal(hidden, k, derive_seed(seed, "subspace", "basis"))
         self.ut = self.u.T.contiguous()
-        generator = torch.Generator().manual_seed(derive_seed(seed, "subspace", "tokens"))
-        self.table = torch.empty(vocab_size, hidden).normal_(0.0, std, generator=generator)
+        self._std, self._table_seed = std, derive_seed(seed, "subspace", "tokens")
+
+    @cached_property
+    def table(self) -> Tensor:
+        """(vocab_size, hidden). Made when a stage is built: a leader, which builds none, has no
+        use for what may be a gigabyte. Raises PipelineError if there is no memory for it."""
+        generator = torch.Generator().manual_seed(self._table_seed)
+        try:
+            table = torch.empty(self.vocab_size, self.hidden)
+        except RuntimeError:
+            raise PipelineError(
+                f"no memory for the frozen table of a subspace: {self.vocab_size} tokens of "
+                f"{self.hidden} numbers are {self.table_bytes / 2**20:,.0f} MiB",
+                "free memory, or take a smaller vocabulary",
+            ) from None
+        return table.normal_(0.0, self._std, generator=generator)
+
+    @property
+    def table_bytes(self) -> int:
+        return 4 * self.vocab_size * self.hidden
 
     def check_layers(self, cut: Sequence[int]) -> None:
         """Raises PipelineError unless all that crosses a boundary of this cut is inside."""
@@ -87,7 +107,11 @@ class Basis:
     def to(self, device: str | torch.device) -> Basis:
         """The same on another device; shares memory with this one where it is there already."""
         moved = copy.copy(self)
-        moved.u, moved.ut, moved.table = (t.to(device) for t in (self.u, self.ut, self.table))
+        moved.u, moved.ut = self.u.to(device), self.ut.to(device)
+        if torch.device(device).type == "meta":
+            moved.table = torch.empty(self.vocab_size, self.hidden, device=device)
+        else:
+            moved.table = self.table.to(device)
         return moved
 
     def frozen(self, tokens: Tensor) -> Tensor:

@@ -32,12 +32,12 @@ class MemoryEstimate:
     accumulator: int
     gradients: int
     activations: int
+    shared: int
 
     @property
     def total(self) -> int:
-        return (
-            self.parameters + self.optimizer + self.accumulator + self.gradients + self.activations
-        )
+        state = self.parameters + self.optimizer + self.accumulator + self.gradients
+        return state + self.activations + self.shared
 
 
 def estimate_memory(
@@ -48,6 +48,7 @@ def estimate_memory(
     activation_bytes: int = 0,
     slots: int = 1,
     steps_in_flight: int = 1,
+    shared_bytes: int = 0,
 ) -> MemoryEstimate:
     """Bytes a replica of a stage of `parameters` parameters holds while it trains.
 
@@ -57,6 +58,7 @@ def estimate_memory(
     gradients         4 n   of the microbatch whose backward runs
     activations       a s   `activation_bytes` of one microbatch between its forward and its
                             backward, times the `slots` that may be so at once
+    shared                  `shared_bytes`, the same in every stage: the frozen table of a subspace
 
     What torch's allocator keeps for itself and the workspaces of kernels are not in it, nor are
     the kept answers, which lie in the host's memory under their own limit (`memory.kept_mib`).
@@ -67,6 +69,7 @@ def estimate_memory(
         accumulator=(8 if accumulate == "float64" else 4) * parameters * steps_in_flight,
         gradients=4 * parameters,
         activations=activation_bytes * slots,
+        shared=shared_bytes,
     )
 
 

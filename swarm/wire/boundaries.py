@@ -50,7 +50,7 @@ class BoundaryCodecs:
     def name(self, boundary: int, direction: str) -> str:
         """The codec of one boundary and direction."""
         pair = self.overrides.get(boundary, (self.forward, self.backward))
-        return pair[direction == BACKWARD]
+        return pair[(FORWARD, BACKWARD).index(direction)]
 
     def encode(
         self,

@@ -220,7 +220,7 @@ def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 class Uncompressed(Codec, Protocol):
     """A codec whose bytes have a known length and may be compressed."""
 
-    def item_bytes(self, dtype: str) -> int:
+    def planes(self, dtype: str) -> int:
         """Into how many planes its bytes are split before they are compressed."""
 
     def finish(self, memory: torch.Tensor, meta: TensorMeta, device: torch.device) -> torch.Tensor:
@@ -248,7 +248,7 @@ class PlainCodec:
         nbytes = math.prod(shape) * ITEM_BYTES[self.wire_dtype or dtype]
         return nbytes, nbytes
 
-    def item_bytes(self, dtype: str) -> int:
+    def planes(self, dtype: str) -> int:
         return self.stored(dtype).itemsize
 
     def encode(self, tensor: torch.Tensor, seed: int | None) -> Buffer:
@@ -293,9 +293,9 @@ class BlockCodec:
         return _TORCH_DTYPE[dtype].is_floating_point
 
     def lossless(self, dtype: str) -> bool:
-        return not self.accepts(dtype)
+        return False
 
-    def item_bytes(self, dtype: str) -> int:
+    def planes(self, dtype: str) -> int:
         return 1
 
     def nbytes_bounds(self, dtype: str, shape: Sequence[int]) -> tuple[int, int]:
@@ -331,25 +331,25 @@ class ZstdCodec:
         size, _ = self.plain.nbytes_bounds(dtype, shape)
         if size == 0:
             return 0, 0
-        # ZSTD_COMPRESSBOUND of zstd.h: what an encoder may need for incompressible input.
-        return 1, size + (size >> 8) + (max(0, (128 << 10) - size) >> 11)
+        # The least block is 4 bytes for 128 KiB; the most an encoder needs for what cannot be
+        # compressed is ZSTD_COMPRESSBOUND of zstd.h.
+        return 1 + (size >> 15), size + (size >> 8) + (max(0, (128 << 10) - size) >> 11)
 
     def encode(self, tensor: torch.Tensor, seed: int | None) -> Buffer:
         plain = self.plain.encode(tensor, seed)
         if not len(plain):
             return b""
-        item = self.plain.item_bytes(_DTYPE_NAME[tensor.dtype])
-        planes = np.frombuffer(plain, np.uint8).reshape(-1, item).T
+        count = self.plain.planes(_DTYPE_NAME[tensor.dtype])
+        planes = np.frombuffer(plain, np.uint8).reshape(-1, count).T
         return _compressor().compress(np.ascontiguousarray(planes).data)
 
     def decode(self, wire: WireTensor, device: torch.device) -> torch.Tensor:
         meta = wire.meta
         size, _ = self.plain.nbytes_bounds(meta.dtype, meta.shape)
+        plain = _decompress(wire.data, size) if size else b""
         memory = allocate_bytes(size, pinned=device.type == "cuda")
-        if size:
-            item = self.plain.item_bytes(meta.dtype)
-            planes = np.frombuffer(_decompress(wire.data, size), np.uint8).reshape(item, -1)
-            memory.numpy().reshape(-1, item)[...] = planes.T
+        count = self.plain.planes(meta.dtype)
+        memory.numpy().reshape(-1, count)[...] = np.frombuffer(plain, np.uint8).reshape(count, -1).T
         return self.plain.finish(memory, meta, device)
 
 

@@ -277,6 +277,18 @@ def test_decompression_is_bounded(case: str, codec: str, numel: int) -> None:
     assert peak < 1 << 20
 
 
+@pytest.mark.parametrize("name", [n for n in codec_names() if n.endswith("+zstd")])
+def test_a_length_that_no_compression_reaches_is_refused(name: str) -> None:
+    """Before memory for what it is said to hold is asked for."""
+    dtype = "int64" if name == "raw+zstd" else "float32"
+    wire = WireTensor(TensorMeta(dtype, (1 << 37,), name, 1), b"x")
+    with pytest.raises(WireError, match="1 bytes"):
+        decode(wire)
+    least, _ = get_codec(name).nbytes_bounds(dtype, (1 << 24,))
+    zeros = torch.zeros(1 << 24, dtype=getattr(torch, dtype))
+    assert least <= encode(zeros, name).meta.nbytes < 2 * least + 64
+
+
 @pytest.mark.parametrize("name", [n for n in codec_names() if not n.startswith("raw")])
 def test_random_bytes_of_the_right_length(name: str) -> None:
     """Whatever a peer sends becomes a tensor as announced, or WireError."""

@@ -132,6 +132,12 @@ def test_what_is_no_plan(members: list[str], accumulate: str, shares: list[int] 
         make_plan(members, 10, accumulate, shares=shares)
 
 
+@pytest.mark.parametrize("codec", ["int8+zstd", "float32+zstd"])
+def test_sums_are_not_compressed(codec: str) -> None:
+    with pytest.raises(ValueError, match="its length varies"):
+        make_plan(["a", "b"], 1000, "float64", codec=codec)
+
+
 def times(
     shares: list[int], rates: list[tuple[float, float]], contribution: float, result: float
 ) -> float:

@@ -33,6 +33,7 @@ def leader_of(*members: Member) -> Any:
         members=known,
         router=Router(),
         pipeline=SimpleNamespace(
+            shared_bytes=0,
             num_stages=len(SHAPES),
             stage_cost=SHAPES.__getitem__,
             build_stage=lambda stage, device: torch.nn.Linear(1000, SIZES[stage], device=device),

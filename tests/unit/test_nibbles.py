@@ -149,6 +149,15 @@ def test_the_larger_side_has_all_its_steps() -> None:
     assert torch.equal(dequantize(quantize(values), values.shape), values)
 
 
+def test_what_is_near_the_largest_float_becomes_infinite() -> None:
+    """As it does where a float32 is rounded to anything coarser."""
+    largest = torch.finfo(torch.float32).max
+    got = dequantize(quantize(torch.full((1, 8), largest)), (1, 8))
+    assert bool(torch.isinf(got).all())
+    values = torch.full((1, 8), 1.875 * 2.0**127)
+    assert torch.equal(dequantize(quantize(values), (1, 8)), values)
+
+
 def test_whatever_the_bytes_are() -> None:
     for exponent in (0, 1, 120, 254, 255):
         packed = torch.cat(

@@ -140,6 +140,20 @@ def test_k_must_be_below_hidden() -> None:
         a_pipeline(k=64)
 
 
+def test_the_frozen_table_is_made_where_a_stage_is_and_counted() -> None:
+    pipeline = a_pipeline(stages=2)
+    pipeline.build_stage(1, "meta")  # whoever only counts parameters
+    assert "table" not in vars(pipeline.basis)
+    assert pipeline.build_stage(1).basis.table is pipeline.basis.table
+    assert pipeline.shared_bytes == 4 * pipeline.basis.table.numel() == 4 * 256 * 64
+
+
+def test_a_frozen_table_that_fits_nowhere() -> None:
+    basis = Basis(64, 8, vocab_size=1 << 50, std=1.0, seed=1, layers=2)
+    with pytest.raises(PipelineError, match="no memory for the frozen table"):
+        basis.to("cpu")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_sending_only_r_does_not_change_the_loss(
     family: str, monkeypatch: pytest.MonkeyPatch
