@@ -52,9 +52,10 @@ def describe(error: ValidationError, root: type[BaseModel]) -> tuple[str, str]:
     if first["type"] == "missing":
         return f"{name} is missing{more}", "docs/run.md lists every key"
     if first["type"] == "value_error":
-        reason = str(first["ctx"]["error"])
+        reason, *remedy = first["ctx"]["error"].args
         # Checks across fields name the keys themselves; those of one field do not.
-        return (f"{name} {reason}" if len(first["loc"]) > 1 else reason) + more, ""
+        said = f"{name} {reason}" if len(first["loc"]) > 1 else reason
+        return said + more, "".join(remedy)
     message = first["msg"].removeprefix("Input ").removeprefix("String ")
     if first["type"] == "greater_than_equal":  # pydantic writes 1e-37 with all its zeros
         message = f"should be greater than or equal to {first['ctx']['ge']:g}"

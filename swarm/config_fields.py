@@ -2,8 +2,8 @@
 
 A field's description is its documentation: docs/run.md and the file that `swarm init` writes are
 generated from these (`swarm.config_text`). Checks of one field stand beside it, checks across
-fields in the section that sees them all; their messages name the keys in full. Types are strict:
-`"3"` is no number.
+fields in the section that sees them all; their messages name the keys in full. A ValueError's
+second argument, if it has one, is the remedy. Types are strict: `"3"` is no number.
 """
 
 from __future__ import annotations
@@ -353,7 +353,8 @@ class UpdateSection(Section):
         gt=0,
         le=1,
         description="delayed: share of a step's microbatches that are computed before the commit "
-        "of the step before, one step stale. Averaging is hidden behind them, and each costs loss.",
+        "of the step before, one step stale: at least one, and all only with 1. Averaging is "
+        "hidden behind them, and each costs loss.",
     )
     ahead_since: int = Field(
         default=200,
@@ -417,9 +418,22 @@ class RunConfig(Section):
         """Which of a step's microbatches may be computed before the commit of the one before."""
         if self.update.policy == "exact":
             return NONE
-        all_of_them = self.batch.microbatches
-        first = max(1, round(self.update.ahead * all_of_them))
+        first = all_of_them = self.batch.microbatches
+        if self.update.ahead < 1:  # then not all by rounding either: that costs much loss
+            first = min(max(1, round(self.update.ahead * all_of_them)), all_of_them - 1)
         return Ahead(first, all_of_them, self.update.ahead_since)
+
+    @model_validator(mode="after")
+    def _some_wait(self) -> Self:
+        delayed = self.update.policy == "delayed"
+        if delayed and self.update.ahead < 1 and self.batch.microbatches == 1:
+            raise ValueError(
+                f"update.ahead is {self.update.ahead:g}, but with batch.microbatches = 1 either "
+                "all of a step is ahead or nothing",
+                'set batch.microbatches to 2 or more, update.policy to "exact", or update.ahead '
+                "to 1, which costs much loss",
+            )
+        return self
 
     @model_validator(mode="after")
     def _boundaries(self) -> Self:

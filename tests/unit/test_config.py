@@ -157,6 +157,26 @@ def test_refused_in_one_line_that_names_the_key(old: str, new: str, said: str) -
     assert said in error_of(changed(old, new))
 
 
+@pytest.mark.parametrize(
+    ("microbatches", "share", "ahead"),
+    [(4, 0.9, 3), (4, 0.25, 1), (2, 0.99, 1), (16, 0.01, 1), (16, 0.5, 8), (4, 1.0, 4), (1, 1, 1)],
+)
+def test_all_of_a_step_is_ahead_only_where_that_was_asked_for(
+    microbatches: int, share: float, ahead: int
+) -> None:
+    update = f'[batch]\nmicrobatches = {microbatches}\n[update]\npolicy = "delayed"\n'
+    config = parse_toml(f"{SMALL}{update}ahead = {share}\n")
+    assert config.ahead.microbatches == ahead
+
+
+def test_a_share_of_one_microbatch_is_refused() -> None:
+    one = SMALL + "[batch]\nmicrobatches = 1\n"
+    said = error_of(one + '[update]\npolicy = "delayed"\n')
+    assert "update.ahead is 0.25, but with batch.microbatches = 1 either all" in said
+    assert "- set batch.microbatches to 2 or more" in said
+    assert parse_toml(one).ahead.microbatches == 0
+
+
 def test_nesterov_needs_a_momentum() -> None:
     text = changed("nesterov = false", "nesterov = true")
     assert parse_toml(text).optimizer.nesterov, "adamw has one"
