@@ -121,7 +121,8 @@ class ModelSection(Section):
         ge=1,
         le=65536,
         description="Numbers per token that cross a boundary: the residual stream is kept in a "
-        "subspace of that many dimensions (Protocol Models), without loss. Left out: hidden_size.",
+        "subspace of that many dimensions (Protocol Models), without loss; fewer than hidden_size. "
+        "Left out: there is none, and hidden_size cross.",
     )
     subspace_layers: int | None = Field(
         default=None,
