@@ -8,7 +8,8 @@ then under the names other trainers use for it.
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 
@@ -35,6 +36,13 @@ ELSEWHERE = {
     "hidden_size": "model.config.hidden_size",
     "num_hidden_layers": "model.config.num_hidden_layers",
 }
+# Where pydantic speaks of Python's types.
+TOML_WORDS = {
+    "tuple_type": "should be a list",
+    "model_type": "should be a table",
+    "dict_type": "should be a table",
+    "bool_type": "should be true or false",
+}
 JSON_TAGS = ("dict", "list", "float", "int", "str", "bool")
 
 
@@ -46,9 +54,7 @@ def describe(error: ValidationError, root: type[BaseModel]) -> tuple[str, str]:
     name = _dotted(first["loc"])
     more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
     if first["type"] == "extra_forbidden":
-        guess = closest_key(first["loc"], root)
-        remedy = f"did you mean {guess}?" if guess else "docs/run.md lists every key"
-        return f"unknown key {name}{more}", remedy
+        return f"unknown key {name}{more}", _meant(first["loc"], root)
     if first["type"] == "missing":
         return f"{name} is missing{more}", "docs/run.md lists every key"
     if first["type"] == "value_error":
@@ -56,19 +62,32 @@ def describe(error: ValidationError, root: type[BaseModel]) -> tuple[str, str]:
         # Checks across fields name the keys themselves; those of one field do not.
         said = f"{name} {reason}" if len(first["loc"]) > 1 else reason
         return said + more, "".join(remedy)
-    message = first["msg"].removeprefix("Input ").removeprefix("String ")
+    message = TOML_WORDS.get(first["type"], first["msg"])
+    message = message.removeprefix("Input ").removeprefix("String ")
     if first["type"] == "greater_than_equal":  # pydantic writes 1e-37 with all its zeros
         message = f"should be greater than or equal to {first['ctx']['ge']:g}"
+    if first["type"] == "too_long":
+        message = f"should have at most {first['ctx']['max_length']} items"
     return f"{name} {message}, not {_shown(first['input'])}{more}", ""
+
+
+def _meant(location: tuple[int | str, ...], root: type[BaseModel]) -> str:
+    if guess := closest_key(location, root):
+        return f"did you mean {guess}?"
+    if _in_a_list(location):
+        return f"a table there has {', '.join(section_fields(root, location[:-1]))}"
+    return "docs/run.md lists every key"
 
 
 def closest_key(location: tuple[int | str, ...], root: type[BaseModel]) -> str:
     """The dotted name that an unknown key at `location` most likely meant; empty if none is."""
-    *parents, key = (str(part) for part in location)
+    parents, key = location[:-1], str(location[-1])
     siblings = section_fields(root, parents)
     known = known_keys(root)
     if found := difflib.get_close_matches(key, siblings, n=1, cutoff=0.7):
-        return ".".join([*parents, found[0]])
+        return _dotted((*parents, found[0]))
+    if _in_a_list(location):  # what is said of one boundary is meant for no more than that one
+        return ""
     if key in ELSEWHERE:
         return ELSEWHERE[key]
     if same := [name for name in known if name.rsplit(".", 1)[-1] == key]:
@@ -78,11 +97,20 @@ def closest_key(location: tuple[int | str, ...], root: type[BaseModel]) -> str:
     return last[found[0]] if found else ""
 
 
-def section_fields(root: type[BaseModel], path: list[str]) -> list[str]:
+def _in_a_list(location: tuple[int | str, ...]) -> bool:
+    return any(isinstance(part, int) for part in location)
+
+
+def section_fields(root: type[BaseModel], path: Sequence[int | str]) -> list[str]:
     model: Any = root
     for part in path:
-        field = model.model_fields.get(part)
-        model = field.annotation if field is not None else None
+        if isinstance(part, int):
+            model = get_args(model)[0]
+        else:
+            field = model.model_fields.get(part)
+            model = field.annotation if field is not None else None
+        if get_origin(model) is tuple:
+            continue
         if not (isinstance(model, type) and issubclass(model, BaseModel)):
             return []
     return list(model.model_fields)
@@ -111,5 +139,8 @@ def _dotted(location: tuple[int | str, ...]) -> str:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    if isinstance(value, bool):
+        text = str(value).lower()
+    else:
+        text = repr(list(value) if isinstance(value, tuple) else value)
     return text if len(text) <= 60 else text[:57] + "..."

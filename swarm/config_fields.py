@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from swarm.ahead import NONE, Ahead
-from swarm.config_model import check_model_config, complete_model_config
+from swarm.config_model import check_model_config, check_subspace_size, complete_model_config
 from swarm.run_id import canonical_bytes, run_id_of
 
 Codec = Literal[
@@ -165,6 +165,8 @@ class ModelSection(Section):
             )
         if self.config is not None:
             check_model_config(self.config, stages=self.stages, cut=self.cut)
+            if self.subspace is not None:
+                check_subspace_size(self.config, self.subspace)
         return self
 
 
@@ -439,14 +441,19 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _boundaries(self) -> Self:
         seen: set[int] = set()
+        last = self.model.stages - 2
         for each in self.wire.boundaries:
-            if each.boundary >= self.model.stages - 1:
+            if each.boundary > last:
                 raise ValueError(
                     f"wire.boundaries names boundary {each.boundary}, but {self.model.stages} "
-                    f"stages have {self.model.stages - 1}, counted from 0"
+                    f"stages have {last + 1}, counted from 0",
+                    f"name one from 0 to {last}" if last >= 0 else "leave wire.boundaries out",
                 )
             if each.boundary in seen:
-                raise ValueError(f"wire.boundaries names boundary {each.boundary} twice")
+                raise ValueError(
+                    f"wire.boundaries names boundary {each.boundary} twice",
+                    "give it one entry, with forward and backward",
+                )
             seen.add(each.boundary)
         return self
 

@@ -25,13 +25,24 @@ def check_model_config(
         json.dumps(config, allow_nan=False)
     except ValueError:
         raise ValueError("model.config has a number that is nan or infinite") from None
-    layers = _num_layers(config)
+    layers = _named(config, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
     if layers is None:
         return
     if cut is not None and sum(cut) != layers:
         raise ValueError(f"model.cut adds up to {sum(cut)} layers but model.config has {layers}")
     if stages > layers:
         raise ValueError(f"model.stages is {stages} but model.config has {layers} layers")
+
+
+def check_subspace_size(config: dict[str, JsonValue], subspace: int) -> None:
+    """Whether it is smaller than the hidden size, where the config names that."""
+    hidden = _named(config, "hidden_size", "n_embd", "d_model")
+    if hidden is not None and subspace >= hidden:
+        smaller = f"set model.subspace to a number from 1 to {hidden - 1}, or leave it out"
+        raise ValueError(
+            f"model.subspace is {subspace} but the model's hidden size is {hidden}",
+            smaller if hidden > 1 else "leave model.subspace out",
+        )
 
 
 def complete_model_config(config: dict[str, JsonValue], *, vocab_size: int, sequence: int) -> None:
@@ -49,10 +60,10 @@ def complete_model_config(config: dict[str, JsonValue], *, vocab_size: int, sequ
             raise ValueError(f"model.config.{key} is {positions} but data.sequence is {sequence}")
 
 
-def _num_layers(config: dict[str, JsonValue]) -> int | None:
-    """Decoder layers that it names itself, or None."""
-    for key in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
-        layers = config.get(key)
-        if isinstance(layers, int) and not isinstance(layers, bool):
-            return layers
+def _named(config: dict[str, JsonValue], *keys: str) -> int | None:
+    """The number it gives under the first of these keys that it has, or None."""
+    for key in keys:
+        number = config.get(key)
+        if isinstance(number, int) and not isinstance(number, bool):
+            return number
     return None

@@ -121,10 +121,16 @@ def test_every_example_loads(path: Path) -> None:
         ('name = "demo"', 'name = "\\u001b[31m"', "run.name has characters"),
         ("betas = [0.9, 0.95]", "betas = [0.9, 1.5]", "optimizer.betas[1] should be less than 1"),
         ("betas = [0.9, 0.95]", "betas = [0.9]", "optimizer.betas"),
+        ("betas = [0.9, 0.95]", "betas = [0.9, 0.9, 0.9]", "optimizer.betas should have at most 2 "
+         "items, not [0.9, 0.9, 0.9]"),
+        ("recompute = false", "recompute = 1", "model.recompute should be true or false, not 1"),
+        ("stages = 3", "stages = true", "model.stages should be a valid integer, not true"),
         ("stages = 3", "", "model.stages is missing"),
         ("stages = 3", "stages = 3\ncut = [1, 5]", "model.cut lists 2 stages but model.stages is"),
         ("stages = 3", "cut = [1, 2, 2]", "model.cut adds up to 5 layers but model.config has 6"),
         ("stages = 3", "cut = [1, 0, 5]", "model.cut[1] should be greater than or equal to 1"),
+        ("stages = 3", "stages = 3\nsubspace = 128", "model.subspace is 128 but the model's hidden "
+         "size is 128 - set model.subspace to a number from 1 to 127, or leave it out"),
         ("stages = 3", "stages = 7", "model.stages is 7 but model.config has 6 layers"),
         ("stages = 3", 'stages = 3\npretrained = "x"', "exactly one of model.config"),
         ("stages = 3", 'stages = 3\npipeline = "os.system"', "model.pipeline"),
@@ -142,9 +148,16 @@ def test_every_example_loads(path: Path) -> None:
         ('name = "adamw"', 'name = "LBFGS"', "cannot run from dense gradients"),
         ("warmup_steps = 20", "warmup_steps = 301", "schedule.warmup_steps is 301, above"),
         ('activations = "float32"', 'activations = "int9"', "wire.activations should be 'float32'"),
-        ('rounding = "nearest"', 'boundaries = [{ boundary = 2 }]', "boundary 2, but 3 stages"),
-        ('rounding = "nearest"', 'boundaries = [{ boundary = 0 }, { boundary = 0 }]', "0 twice"),
-        ('rounding = "nearest"', 'boundaries = [{ boundary = 0, up = 1 }]', "boundaries[0].up"),
+        ('rounding = "nearest"', 'boundaries = [{ boundary = 2 }]',
+         "boundary 2, but 3 stages have 2, counted from 0 - name one from 0 to 1"),
+        ('rounding = "nearest"', 'boundaries = [{ boundary = 0 }, { boundary = 0 }]',
+         "0 twice - give it one entry, with forward and backward"),
+        ('rounding = "nearest"', 'boundaries = [{ boundary = 0, forwrd = "int8" }]', "unknown key "
+         "wire.boundaries[0].forwrd - did you mean wire.boundaries[0].forward?"),
+        ('rounding = "nearest"', 'boundaries = [{ boundary = 0, codec = "int8" }]',
+         "wire.boundaries[0].codec - a table there has boundary, forward, backward"),
+        ('rounding = "nearest"', 'boundaries = "x"', "wire.boundaries should be a list, not 'x'"),
+        ('rounding = "nearest"', 'boundaries = [1]', "wire.boundaries[0] should be a table, not 1"),
         ('policy = "exact"', 'policy = "diloco"', "update.policy should be 'exact'"),
         ("ahead = 0.25", "ahead = 0.0", "update.ahead should be greater than 0"),
         ("microbatches = 8", "microbatches = 0", "batch.microbatches should be greater than"),
@@ -175,6 +188,17 @@ def test_a_share_of_one_microbatch_is_refused() -> None:
     assert "update.ahead is 0.25, but with batch.microbatches = 1 either all" in said
     assert "- set batch.microbatches to 2 or more" in said
     assert parse_toml(one).ahead.microbatches == 0
+
+
+def test_a_remedy_can_be_followed_in_the_smallest_cases() -> None:
+    one = SMALL.replace("stages = 2", "stages = 1")
+    said = error_of(one + "[wire]\nboundaries = [{ boundary = 0 }]\n")
+    assert said.endswith("counted from 0 - leave wire.boundaries out")
+    narrow = SMALL.replace("stages = 2", "stages = 2\nsubspace = 1")
+    said = error_of(narrow.replace("num_hidden", "hidden_size = 1\nnum_hidden"))
+    assert said.endswith("hidden size is 1 - leave model.subspace out")
+    with pytest.raises(ConfigError, match="the file should be a table, not"):
+        parse_config([])  # type: ignore[arg-type]
 
 
 def test_nesterov_needs_a_momentum() -> None:
