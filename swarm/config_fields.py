@@ -8,6 +8,8 @@ second argument, if it has one, is the remedy. Types are strict: `"3"` is no num
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -276,9 +278,26 @@ class OptimizerSection(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        taken = self._taken()
+        for key, wanted in (("nesterov", self.nesterov), ("momentum", self.momentum > 0)):
+            if wanted and key not in taken:
+                raise ValueError(
+                    f'optimizer.{key} has no meaning with optimizer.name = "{self.name}"',
+                    f"leave it out, or choose {'sgd' if key == 'momentum' else 'adamw or sgd'}",
+                )
         if self.nesterov and self.name != "adamw" and self.momentum == 0:
             raise ValueError("optimizer.nesterov needs optimizer.momentum above 0")
         return self
+
+    def _taken(self) -> Collection[str]:
+        """Of momentum and nesterov, what this optimizer has."""
+        if self.name == "adamw":
+            return ("nesterov",)
+        if self.name == "sgd":
+            return ("momentum", "nesterov")
+        import torch
+
+        return inspect.signature(getattr(torch.optim, self.name)).parameters
 
 
 class ScheduleSection(Section):
@@ -308,6 +327,12 @@ class BoundarySection(Section):
     boundary: int = Field(ge=0, le=1022)
     forward: Codec | None = None
     backward: Codec | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.forward is None and self.backward is None:
+            raise ValueError("names no codec", "give it forward, backward or both")
+        return self
 
 
 class WireSection(Section):
@@ -455,6 +480,21 @@ class RunConfig(Section):
                     "give it one entry, with forward and backward",
                 )
             seen.add(each.boundary)
+        return self
+
+    @model_validator(mode="after")
+    def _something_is_rounded(self) -> Self:
+        wire = self.wire
+        forward, backward = wire.forward or wire.activations, wire.backward or wire.activations
+        used = {each.forward or forward for each in wire.boundaries}
+        used |= {each.backward or backward for each in wire.boundaries}
+        if len(wire.boundaries) < self.model.stages - 1:
+            used |= {forward, backward}
+        if wire.rounding == "stochastic" and not any(each.startswith("int") for each in used):
+            raise ValueError(
+                'wire.rounding = "stochastic" has no meaning where no boundary has int8 or int4',
+                "set wire.activations to one of them, or leave wire.rounding out",
+            )
         return self
 
     @model_validator(mode="after")

@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 
-SETTINGS = OptimizerSection(momentum=0.9, nesterov=True)
+SETTINGS = OptimizerSection(name="sgd", momentum=0.9, nesterov=True)
 
 
 @pytest.mark.parametrize("kind", [AdamW, SGD])

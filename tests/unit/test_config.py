@@ -148,14 +148,19 @@ def test_every_example_loads(path: Path) -> None:
         ('name = "adamw"', 'name = "LBFGS"', "cannot run from dense gradients"),
         ("warmup_steps = 20", "warmup_steps = 301", "schedule.warmup_steps is 301, above"),
         ('activations = "float32"', 'activations = "int9"', "wire.activations should be 'float32'"),
-        ('rounding = "nearest"', 'boundaries = [{ boundary = 2 }]',
+        ('rounding = "nearest"', 'boundaries = [{ boundary = 2, forward = "int8" }]',
          "boundary 2, but 3 stages have 2, counted from 0 - name one from 0 to 1"),
-        ('rounding = "nearest"', 'boundaries = [{ boundary = 0 }, { boundary = 0 }]',
-         "0 twice - give it one entry, with forward and backward"),
+        ('rounding = "nearest"', 'boundaries = [{ boundary = 0, forward = "int8" }, '
+         '{ boundary = 0, backward = "int8" }]', "boundary 0 twice - "
+         "give it one entry, with forward and backward"),
         ('rounding = "nearest"', 'boundaries = [{ boundary = 0, forwrd = "int8" }]', "unknown key "
          "wire.boundaries[0].forwrd - did you mean wire.boundaries[0].forward?"),
         ('rounding = "nearest"', 'boundaries = [{ boundary = 0, codec = "int8" }]',
          "wire.boundaries[0].codec - a table there has boundary, forward, backward"),
+        ('rounding = "nearest"', 'boundaries = [{ boundary = 0 }]',
+         "wire.boundaries[0] names no codec - give it forward, backward or both"),
+        ('rounding = "nearest"', 'rounding = "stochastic"', 'wire.rounding = "stochastic" has no '
+         "meaning where no boundary has int8 or int4 - set wire.activations to one of them, or"),
         ('rounding = "nearest"', 'boundaries = "x"', "wire.boundaries should be a list, not 'x'"),
         ('rounding = "nearest"', 'boundaries = [1]', "wire.boundaries[0] should be a table, not 1"),
         ('policy = "exact"', 'policy = "diloco"', "update.policy should be 'exact'"),
@@ -192,7 +197,7 @@ def test_a_share_of_one_microbatch_is_refused() -> None:
 
 def test_a_remedy_can_be_followed_in_the_smallest_cases() -> None:
     one = SMALL.replace("stages = 2", "stages = 1")
-    said = error_of(one + "[wire]\nboundaries = [{ boundary = 0 }]\n")
+    said = error_of(one + "[wire]\nboundaries = [{ boundary = 0, forward = 'int8' }]\n")
     assert said.endswith("counted from 0 - leave wire.boundaries out")
     narrow = SMALL.replace("stages = 2", "stages = 2\nsubspace = 1")
     said = error_of(narrow.replace("num_hidden", "hidden_size = 1\nnum_hidden"))
@@ -206,6 +211,28 @@ def test_nesterov_needs_a_momentum() -> None:
     assert parse_toml(text).optimizer.nesterov, "adamw has one"
     said = error_of(text.replace('name = "adamw"', 'name = "sgd"'))
     assert "optimizer.nesterov needs optimizer.momentum above 0" in said
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "said"),
+    [
+        ("Adam", "nesterov = true", "optimizer.nesterov has no meaning with optimizer.name = "
+         '"Adam" - leave it out, or choose adamw or sgd'),
+        ("Adam", "momentum = 0.9\nnesterov = true", "optimizer.nesterov has no meaning"),
+        ("RMSprop", "momentum = 0.9\nnesterov = true", "optimizer.nesterov has no meaning"),
+        ("NAdam", "momentum = 0.9", "optimizer.momentum has no meaning"),
+        ("adamw", "momentum = 0.9", "optimizer.momentum has no meaning with optimizer.name = "
+         '"adamw" - leave it out, or choose sgd'),
+        ("RMSprop", "momentum = 0.9", ""),
+        ("sgd", "momentum = 0.9\nnesterov = true", ""),
+    ],
+)  # fmt: skip
+def test_momentum_is_refused_where_it_would_be_ignored(name: str, settings: str, said: str) -> None:
+    text = f'{SMALL}[optimizer]\nname = "{name}"\n{settings}\n'
+    if said:
+        assert said in error_of(text)
+    else:
+        assert parse_toml(text).optimizer.momentum == 0.9
 
 
 def test_missing_model_is_said() -> None:
@@ -231,6 +258,18 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "deep.toml").write_text("a = " + "[" * 30_000)
     with pytest.raises(ConfigError, match="not valid TOML"):
         load_config(tmp_path / "deep.toml")
+
+
+def test_stochastic_rounding_needs_a_boundary_that_rounds() -> None:
+    def wire(text: str, stages: int = 2) -> str:
+        model = SMALL.replace("stages = 2", f"stages = {stages}")
+        return f'{model}[wire]\nrounding = "stochastic"\n{text}\n'
+
+    other = 'boundaries = [{ boundary = 0, forward = "float32", backward = "bfloat16" }]'
+    for text in (wire('backward = "int4+zstd"'), wire(f'activations = "int8"\n{other}', stages=3)):
+        assert parse_toml(text).wire.rounding == "stochastic"
+    for text in (wire(f'activations = "int8"\n{other}'), wire('activations = "int8"', stages=1)):
+        assert "no meaning where no boundary has int8 or int4" in error_of(text)
 
 
 def test_what_is_left_out_is_filled_in() -> None:
