@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import tomllib
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from swarm.config import RunConfig, load_config
+from swarm.averaging.plan import contribution_bytes
+from swarm.config import RunConfig, WireSection, load_config
 from swarm.errors import ConfigError
 from swarm.model import ModelPipeline, build_pipeline
-from swarm.placement.proposal import CODEC_BYTES, Device, Layout, Work, place, propose
+from swarm.placement.proposal import Device, Layout, Work, place, propose
+from swarm.wire.boundaries import BoundaryCodecs
 from swarm.words import count_text
 
 GIB = 2**30
@@ -37,23 +41,23 @@ class _Machines(BaseModel):
 
 def plan(run: Path, machines: Path) -> dict[str, Any]:
     """The proposal, and what the run as written would do. Raises SwarmError."""
-    config = load_config(run)
-    devices = read_machines(machines)
+    return of_run(load_config(run), read_machines(machines))
+
+
+def of_run(config: RunConfig, devices: list[Device]) -> dict[str, Any]:
+    """As `plan`, of what its files say."""
     work = work_of(config)
-    best = propose(work, devices)
+    written = place(work, devices, build_pipeline(config).cut, BoundaryCodecs.of(config))
+    best = propose(work, devices, written)
     if best is None:
         raise ConfigError(
             "the model does not fit these machines, however it is cut",
             "add machines or memory; a smaller batch.microbatch_size needs less",
         )
     tokens = config.batch.microbatch_size * config.data.sequence
-    codec = config.wire.activations.removesuffix("+zstd")
-    written = place(
-        work, devices, build_pipeline(config).cut, codec if codec in CODEC_BYTES else "bfloat16"
-    )
     return {
-        "proposal": _row(best, tokens),
-        "as_written": _row(written, tokens),
+        "proposal": _row(best, config.wire, tokens),
+        "as_written": _row(written, config.wire, tokens),
     }
 
 
@@ -112,6 +116,10 @@ def work_of(config: RunConfig) -> Work:
         for stage in range(len(costs))
     )
     held = 1 if config.model.recompute else HELD_PER_LAYER
+    codec = config.wire.gradients
+    gradient_bytes = sum(  # per value, of a block of int8 and of more
+        contribution_bytes(64, dtype, codec) / 64 for dtype in (config.update.accumulate, "float32")
+    )
     per_layer = held * sum(spec.num_bytes for spec in full)
     return Work(
         flops=tuple(float(FLOPS_PER_COST * cost * tokens) for cost in costs),
@@ -119,6 +127,7 @@ def work_of(config: RunConfig) -> Work:
         activation_bytes=(per_layer,) * len(costs),
         boundary_values=sum(spec.numel for spec in boundary),
         microbatches=config.batch.microbatches,
+        gradient_bytes=gradient_bytes,
         optimizer=config.optimizer.name,
         accumulate=config.update.accumulate,
         ahead=config.ahead.microbatches,
@@ -130,10 +139,29 @@ def _num_parameters(pipeline: ModelPipeline, stage: int) -> int:
     return sum(each.numel() for each in pipeline.build_stage(stage, "meta").parameters())
 
 
-def _row(layout: Layout, tokens: int) -> dict[str, Any]:
+def _wire(codecs: BoundaryCodecs, written: WireSection) -> dict[str, Any]:
+    """What to write under [wire] for these codecs, whatever is written there."""
+    alike = codecs.forward == codecs.backward and not (written.forward or written.backward)
+    keys: dict[str, Any] = (
+        {"activations": codecs.forward}
+        if alike
+        else {"forward": codecs.forward, "backward": codecs.backward}
+    )
+    if written.boundaries:
+        keys["boundaries"] = [
+            {"boundary": boundary, "forward": forward, "backward": backward}
+            for boundary, (forward, backward) in sorted(codecs.overrides.items())
+        ]
+    used = [codecs.forward, codecs.backward, *chain(*codecs.overrides.values())]
+    if written.rounding == "stochastic" and not any(each.startswith("int") for each in used):
+        keys["rounding"] = "nearest"  # a run that rounds nothing may not say how
+    return keys
+
+
+def _row(layout: Layout, written: WireSection, tokens: int) -> dict[str, Any]:
     return {
         "cut": list(layout.cut),
-        "codec": layout.codec,
+        "wire": _wire(layout.codecs, written),
         "tokens_per_s": round(layout.throughput * tokens, 3),
         "microbatches_per_s": round(layout.throughput, 6),
         "bound_microbatches_per_s": round(layout.bound, 6),
@@ -166,9 +194,9 @@ def text_of(found: dict[str, Any]) -> str:
         lines.append(f"too small for any stage: {_names(best['unused'])}")
     lines += [
         "",
-        f'[model] cut = {best["cut"]}    [wire] activations = "{best["codec"]}"',
+        f"[model] cut = {best['cut']}    [wire] {_toml(best['wire'])}",
         f"about {_speed(best)} tokens/s; averaging {best['averaging_s']:.3g} s a step",
-        f"the run as written, cut {written['cut']}: "
+        f"the run as written, cut {written['cut']}, {_toml(written['wire'])}: "
         + (
             f"about {_speed(written)} tokens/s"
             if written["tokens_per_s"]
@@ -176,6 +204,16 @@ def text_of(found: dict[str, Any]) -> str:
         ),
     ]
     return "\n".join(lines)
+
+
+def _toml(keys: dict[str, Any]) -> str:
+    return ", ".join(f"{key} = {_value(value)}" for key, value in keys.items())
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return "[" + ", ".join(f"{{ {_toml(table)} }}" for table in value) + "]"
+    return json.dumps(value)
 
 
 def _speed(layout: dict[str, Any]) -> str:

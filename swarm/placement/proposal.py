@@ -3,8 +3,8 @@
 For every number of stages it balances the cut, places the devices as joiners (fastest first, each
 where it helps most), lets the planner exchange them until nothing is gained, fits the cut to what
 each stage got, and places again. The best throughput over all of these wins; of nearly equal ones
-fewer stages, and the codec that loses least. A heuristic: `bound` says what no layout with that cut
-could exceed.
+fewer stages, and the codecs that lose least, which are taken to be those with more bytes. The run
+as it is written is among them. A heuristic: `bound` says what no layout with that cut could exceed.
 """
 
 from __future__ import annotations
@@ -20,8 +20,18 @@ from swarm.placement.moves import plan_moves
 from swarm.placement.optimum import best_cut, optimum
 from swarm.placement.sketch import MovePolicy
 from swarm.placement.table import LoadTable, PeerLoad, StageNeed
+from swarm.wire.boundaries import BACKWARD, FORWARD, BoundaryCodecs
 
-CODEC_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1.0 + 2 / 64}  # per value on the wire
+# Per value on the wire. What zstd will save is not known: it counts for nothing.
+CODEC_BYTES = {
+    "float32": 4.0,
+    "float16": 2.0,
+    "bfloat16": 2.0,
+    "int8": 1.0 + 2 / 64,
+    "int4": 0.5 + 1 / 8,
+}
+# float16 is as large as bfloat16, and int4 costs loss enough that only its run can choose it.
+PROPOSED = ("float32", "bfloat16", "int8")
 AS_GOOD = 0.98  # of the best throughput: then the simpler choice wins
 MOST_STAGES = 64
 _ROUNDS = 20
@@ -42,7 +52,8 @@ class Device:
 class Work:
     """What a microbatch and a step are. Per layer: `flops` of forward and backward, `parameters`,
     `activation_bytes` held between them. `boundary_values`: numbers that cross a boundary, one
-    way. `microbatches` per step; `slots` in flight per replica (None: what every peer can hold).
+    way. `gradient_bytes` of a parameter when replicas are averaged, to whoever sums it and back.
+    `microbatches` per step; `slots` in flight per replica (None: what every peer can hold).
     Averaging overlaps with the first `ahead` microbatches of the next step. No boundary may come
     after more than `latest_boundary` layers (None: any)."""
 
@@ -51,6 +62,7 @@ class Work:
     activation_bytes: tuple[int, ...]
     boundary_values: int
     microbatches: int
+    gradient_bytes: float = 8.0
     optimizer: str = "adamw"
     accumulate: str = "float64"
     slots: int | None = None
@@ -70,7 +82,7 @@ class Layout:
     averaging included; `rates` of the stages without it; `bound`: of any placement on this cut."""
 
     cut: tuple[int, ...]
-    codec: str
+    codecs: BoundaryCodecs
     stages: dict[str, int | None]
     needs: tuple[StageNeed, ...]
     rates: tuple[float, ...]
@@ -78,38 +90,58 @@ class Layout:
     bound: float
     averaging_s: float
 
+    @property
+    def bytes_per_value(self) -> float:
+        """Mean over boundaries and directions; of one stage, what a boundary would have."""
+        boundaries = range(max(1, len(self.cut) - 1))
+        both = [_bytes(self.codecs, b, way) for b in boundaries for way in (FORWARD, BACKWARD)]
+        return sum(both) / len(both)
 
-def propose(work: Work, devices: Sequence[Device]) -> Layout | None:
-    """The best layout found, or None where the model does not fit these devices at all."""
-    best: list[Layout] = []
-    for codec in CODEC_BYTES:
+
+def propose(work: Work, devices: Sequence[Device], written: Layout | None = None) -> Layout | None:
+    """The best layout found, or None where the model does not fit these devices at all.
+
+    Slower than `written`, the run as it is, only where it loses less on the wire.
+    """
+    tried = [BoundaryCodecs(codec, codec) for codec in PROPOSED]
+    found: list[Layout] = []
+    if written is not None:
+        tried = [written.codecs, *(each for each in tried if each != written.codecs)]
+        found.append(written)
+    for codecs in tried:
         for count in range(1, min(work.most_stages, len(devices)) + 1):
-            found = place(work, devices, _balanced(work, count), codec, fit_cut=True)
-            if found.throughput > 0:
-                best.append(found)
-    if not best:
+            if codecs.overrides and written is not None and count != len(written.cut):
+                continue  # single boundaries are named: of another cut they are others
+            found.append(place(work, devices, _balanced(work, count), codecs, fit_cut=True))
+    most = max(layout.throughput for layout in found)
+    if most <= 0:
         return None
-    most = max(layout.throughput for layout in best)
-    codecs = list(CODEC_BYTES)
-    good = [layout for layout in best if layout.throughput >= AS_GOOD * most]
-    return min(good, key=lambda each: (codecs.index(each.codec), len(each.cut), -each.throughput))
+    good = [each for each in found if each.throughput >= AS_GOOD * most]
+    if written is not None:
+        good = [
+            each
+            for each in good
+            if each.throughput >= written.throughput
+            or each.bytes_per_value > written.bytes_per_value
+        ]
+    return min(good, key=lambda each: (-each.bytes_per_value, len(each.cut), -each.throughput))
 
 
 def place(
     work: Work,
     devices: Sequence[Device],
     cut: Sequence[int],
-    codec: str,
+    codecs: BoundaryCodecs,
     *,
     fit_cut: bool = False,
 ) -> Layout:
     """The devices on a given cut; with `fit_cut` also on the one that suits that placement."""
-    layout = _place(work, devices, tuple(cut), codec)
+    layout = _place(work, devices, tuple(cut), codecs)
     if fit_cut and layout.throughput > 0:
         capacity = [rate * need.cost for rate, need in zip(layout.rates, layout.needs, strict=True)]
         fitted = best_cut(work.flops, capacity, work.latest_boundary)
         if fitted != layout.cut:
-            other = _place(work, devices, fitted, codec)
+            other = _place(work, devices, fitted, codecs)
             if other.throughput > layout.throughput:
                 return other
     return layout
@@ -120,15 +152,27 @@ def _balanced(work: Work, stages: int) -> tuple[int, ...]:
     return balanced_cut(costs, stages, work.latest_boundary)
 
 
-def _place(work: Work, devices: Sequence[Device], cut: tuple[int, ...], codec: str) -> Layout:
+def _bytes(codecs: BoundaryCodecs, boundary: int, direction: str) -> float:
+    return CODEC_BYTES[codecs.name(boundary, direction).removesuffix("+zstd")]
+
+
+def _sent_bytes(work: Work, codecs: BoundaryCodecs, stage: int, num_stages: int) -> float:
+    """Of a microbatch, by a replica of `stage`: activations on, their gradients back."""
+    sent = _bytes(codecs, stage, FORWARD) if stage < num_stages - 1 else 0.0
+    if stage > 0:
+        sent += _bytes(codecs, stage - 1, BACKWARD)
+    return work.boundary_values * sent
+
+
+def _place(
+    work: Work, devices: Sequence[Device], cut: tuple[int, ...], codecs: BoundaryCodecs
+) -> Layout:
     needs = _needs(work, cut)
-    wire = work.boundary_values * CODEC_BYTES[codec]
-    last = len(cut) - 1
 
     def load(device: Device) -> PeerLoad:
         rates = {}
         for stage, need in enumerate(needs):
-            sent = wire * ((stage > 0) + (stage < last))
+            sent = _sent_bytes(work, codecs, stage, len(cut))
             link = device.up_bytes_per_s / sent if sent else math.inf
             rates[stage] = min(device.flops / need.cost, link)
         return PeerLoad(
@@ -154,10 +198,10 @@ def _place(work: Work, devices: Sequence[Device], cut: tuple[int, ...], codec: s
             peers[move.peer] = replace(peers[move.peer], stages=(move.to_stage,))
     table = LoadTable(needs, tuple(peers.values()))
     rates = table.present_rates(0.0)
-    averaging_s = _averaging_s(needs, table, {d.name: d.up_bytes_per_s for d in devices})
+    averaging_s = _averaging_s(work, cut, table, {d.name: d.up_bytes_per_s for d in devices})
     return Layout(
         cut,
-        codec,
+        codecs,
         {name: peer.stages[0] if peer.stages else None for name, peer in peers.items()},
         needs,
         tuple(rates),
@@ -187,14 +231,17 @@ def _needs(work: Work, cut: Sequence[int]) -> tuple[StageNeed, ...]:
 
 
 def _averaging_s(
-    needs: Sequence[StageNeed], table: LoadTable, up_bytes_per_s: dict[str, float]
+    work: Work, cut: Sequence[int], table: LoadTable, up_bytes_per_s: dict[str, float]
 ) -> float:
-    """Of the slowest stage: each of n members sends 2 (n - 1) / n times the float32 gradient."""
-    longest = 0.0
-    for stage, need in enumerate(needs):
+    """Of the slowest stage: each of n members sends (n - 1) / n of its gradient to those who sum
+    it, and (n - 1) / n of all sums in return."""
+    longest, start = 0.0, 0
+    for stage, layers in enumerate(cut):
+        gradient_bytes = work.gradient_bytes * sum(work.parameters[start : start + layers])
+        start += layers
         members = [peer.peer for peer in table.peers if peer.stages == (stage,)]
         if len(members) > 1:
-            sent = 2 * (len(members) - 1) / len(members) * need.download_bytes
+            sent = (len(members) - 1) / len(members) * gradient_bytes
             longest = max(longest, sent / min(up_bytes_per_s[name] for name in members))
     return longest
 
