@@ -132,6 +132,7 @@ def work_of(config: RunConfig) -> Work:
         accumulate=config.update.accumulate,
         ahead=config.ahead.microbatches,
         latest_boundary=one.latest_boundary,
+        shared_bytes=one.shared_bytes,
     )
 
 

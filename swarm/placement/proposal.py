@@ -55,7 +55,8 @@ class Work:
     way. `gradient_bytes` of a parameter when replicas are averaged, to whoever sums it and back.
     `microbatches` per step; `slots` in flight per replica (None: what every peer can hold).
     Averaging overlaps with the first `ahead` microbatches of the next step. No boundary may come
-    after more than `latest_boundary` layers (None: any)."""
+    after more than `latest_boundary` layers (None: any). `shared_bytes`: in every stage beside its
+    own."""
 
     flops: tuple[float, ...]
     parameters: tuple[int, ...]
@@ -68,6 +69,7 @@ class Work:
     slots: int | None = None
     ahead: int = 0
     latest_boundary: int | None = None
+    shared_bytes: int = 0
 
     @property
     def most_stages(self) -> int:
@@ -224,6 +226,7 @@ def _needs(work: Work, cut: Sequence[int]) -> tuple[StageNeed, ...]:
             activation_bytes=sum(work.activation_bytes[part]),
             slots=work.slots or least_slots(len(cut)),
             steps_in_flight=2 if work.ahead else 1,
+            shared_bytes=work.shared_bytes,
         )
         needs.append(StageNeed(sum(work.flops[part]), memory.total, 4 * parameters))
         start += layers
