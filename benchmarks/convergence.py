@@ -15,14 +15,15 @@ it anew. A byte-level Llama of 6 layers in 3 stages; 1.2 M parameters at hidden 
 
     python benchmarks/convergence.py DIR [--all] [--seeds 0,1,2] [--hidden 128] [--settings exact,…]
 
-Settings: `exact`; codecs for both directions (`bfloat16`, `int8`, `int4`, …, or FORWARD/BACKWARD as
-`int4/int8`); any of these with `~` at the end rounds stochastically; `subspace-K`, of the layers of
-all stages but the last, and with codecs for its coefficients `subspace-K+int4`, …; `delayed` and
-`delayed-N`, where N of a step's microbatches (`--microbatches`) are computed ahead of the commit
-before, from a tenth of the steps on; and `exact-table`, a plain model whose embedding begins as
-many times larger as the frozen table of a subspace is, to see what that alone is worth (no run.toml
-says that, so no swarm trains it). Each setting has the peak learning rate that suits it: `--lr`;
-subspaces and `exact-table` `--subspace-lr`, by default less where the model is wider.
+Settings: `exact`; or any of these, joined by `+` in this order, as `subspace-8+int4+delayed-2`:
+`subspace-K`, of the layers of all stages but the last; codecs for both directions (`bfloat16`,
+`int8`, `int4`, …, or FORWARD/BACKWARD as `int4/int8`; with `~` at the end rounded stochastically),
+of a subspace's coefficients where there is one; `delayed`, or `delayed-N` where only N of a step's
+microbatches (`--microbatches`) are computed ahead of the commit before, from a tenth of the steps
+on. And `exact-table`, a plain model whose embedding begins as many times larger as the frozen table
+of a subspace is, to see what that alone is worth (no run.toml says that, so no swarm trains it).
+Each setting has the peak learning rate that suits it: `--lr`; all with a subspace and `exact-table`
+`--subspace-lr`, by default less where the model is wider.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -45,9 +46,11 @@ from torch import Tensor
 
 from peer.launch import plan_of
 from swarm.config import RunConfig, parse_config
+from swarm.config_fields import Codec
 from swarm.config_text import DEMO_MODEL
 from swarm.data import build_dataset
 from swarm.delayed_state import State, new_state
+from swarm.errors import ConfigError
 from swarm.model import build_pipeline, model_sha256
 from swarm.model.subspace import FROZEN_SCALE
 from swarm.optim import clip_scale
@@ -55,7 +58,7 @@ from swarm.stage_state import GradientFacts, Graph, StageState, rounded
 from swarm.wire.boundaries import BACKWARD, FORWARD, BoundaryCodecs
 from swarm.wire.codecs import WireTensor, decode
 
-STAGES, SEQUENCE, SIZE = 3, 128, 2
+STAGES, SEQUENCE, SIZE, HEAD = 3, 128, 2, 32
 MICROBATCH_TOKENS = SEQUENCE * SIZE
 SMOOTHED = 80_000  # tokens
 SUBSPACES, HIDDEN = ("subspace-8", "subspace-16", "subspace-32", "subspace-64"), (128, 256, 384)
@@ -73,25 +76,32 @@ CODECS = ("bfloat16", "int8", "int4", "int8~", "int4~", "int4/int8")
 def sections(
     setting: str, hidden: int, seed: int, steps: int, lr: float, microbatches: int
 ) -> dict[str, Any]:
-    """The run.toml of one run. ValueError or ConfigError for a setting that there is not."""
+    """The run.toml of one run. ValueError for a setting that there is not."""
     model: dict[str, Any] = {"stages": STAGES}
     wire: dict[str, Any] = {}
     update: dict[str, Any] = {}
-    codecs = setting
-    if setting.startswith("subspace-"):
-        narrow, _, codecs = setting.partition("+")
-        model["subspace"] = int(narrow.removeprefix("subspace-"))
+    parts = [] if setting in ("exact", TABLE) else setting.split("+")
+    if parts and parts[0].startswith("subspace-"):
+        k = parts.pop(0).removeprefix("subspace-")
+        model["subspace"] = _number(setting, "subspace-K", k, hidden - 1)
         model["subspace_layers"] = DEMO_MODEL["num_hidden_layers"] // STAGES * (STAGES - 1)
-    elif setting.startswith("delayed"):
-        ahead = int(setting.removeprefix("delayed").removeprefix("-") or microbatches)
-        share, codecs = ahead / microbatches, ""
+    if parts and parts[-1].partition("-")[0] == "delayed":
+        _, only, n = parts.pop().partition("-")
+        ahead = _number(setting, "delayed-N", n, microbatches) if only else microbatches
+        share = ahead / microbatches
         update = {"policy": "delayed", "ahead": share, "ahead_since": steps // FRESH_PART}
-    if codecs not in ("exact", TABLE, ""):
+    if parts:
+        codecs = "+".join(parts)  # one may be `int8+zstd`
         forward, _, backward = codecs.removesuffix("~").partition("/")
         wire = {"forward": forward, "backward": backward or forward}
+        if not {*wire.values()} <= {*get_args(Codec)}:
+            raise ValueError(
+                f"there is no setting {setting!r}: use exact, {TABLE}, or some of subspace-K, a "
+                "codec or two as int4/int8, and delayed-N, joined by + in this order"
+            )
         wire["rounding"] = "stochastic" if codecs.endswith("~") else "nearest"
     sizes = {"hidden_size": hidden, "intermediate_size": hidden * 5 // 2}
-    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), hidden // 32)
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), hidden // HEAD)
     return {
         "run": {"name": f"convergence {setting}", "seed": seed},
         "model": {**model, "config": {**DEMO_MODEL, **sizes, **heads}},
@@ -102,6 +112,14 @@ def sections(
         "wire": wire,
         "update": update,
     }
+
+
+def _number(setting: str, kind: str, text: str, most: int) -> int:
+    if not (text.isdecimal() and 1 <= int(text) <= most):
+        raise ValueError(
+            f"there is no setting {setting!r}: in {kind} use a number from 1 to {most}"
+        )
+    return int(text)
 
 
 def toml(tables: Mapping[str, Mapping[str, Any]], prefix: str = "") -> str:
@@ -227,16 +245,23 @@ def thinned(losses: Sequence[float]) -> list[float]:
     return [round(float(each), 4) for each in np.reshape(losses[:whole], (-1, size)).mean(axis=1)]
 
 
+def described_by(
+    setting: str, hidden: int, seed: int, options: argparse.Namespace
+) -> dict[str, Any]:
+    """The run.toml of a run under these options; ValueError as `sections`."""
+    steps = -(-options.tokens // (options.microbatches * MICROBATCH_TOKENS))
+    lr = _lr(setting, hidden, options)
+    return sections(setting, hidden, seed, steps, lr, options.microbatches)
+
+
 def run(path: Path, setting: str, hidden: int, seed: int, options: argparse.Namespace) -> None:
     """Train one run and write its result; `path` exists only when all of it has been done."""
-    step_tokens = options.microbatches * MICROBATCH_TOKENS
-    steps = -(-options.tokens // step_tokens)
-    lr = _lr(setting, hidden, options)
-    described = sections(setting, hidden, seed, steps, lr, options.microbatches)
+    described = described_by(setting, hidden, seed, options)
     path.with_suffix(".toml").write_text(toml(described) + "\n")
     chain = Chain(parse_config(described, setting))
     if setting == TABLE:
         chain.enlarge_embedding()
+    step_tokens, steps = options.microbatches * MICROBATCH_TOKENS, chain.plan.num_steps
     began, losses = time.perf_counter(), []
     for step in range(steps):
         losses.append(chain.step(step))
@@ -271,7 +296,7 @@ def show(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     grouped: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
     for each in runs:
         grouped.setdefault((each["hidden"], each["setting"]), []).append(each)
-    print(f"{'hidden':>6} {'setting':14} {'runs':>4} {'validation':>10} {'gap':>8} {'worst':>8}"
+    print(f"{'hidden':>6} {'setting':26} {'runs':>4} {'validation':>10} {'gap':>8} {'worst':>8}"
           f" {'B/token fwd':>12} {'back':>7}")  # fmt: skip
     results = []
     for (hidden, setting), members in sorted(grouped.items()):
@@ -283,7 +308,7 @@ def show(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         loss = statistics.fmean(r["validation"] for r in members)
         mean, worst = (statistics.fmean(gaps), max(gaps)) if gaps else (math.nan, math.nan)
         sent = members[0]["wire_bytes_per_token"]
-        print(f"{hidden:6} {setting:14} {len(members):4} {loss:10.4f} {mean:8.2%} {worst:8.2%}"
+        print(f"{hidden:6} {setting:26} {len(members):4} {loss:10.4f} {mean:8.2%} {worst:8.2%}"
               f" {sent[FORWARD]:12.1f} {sent[BACKWARD]:7.1f}")  # fmt: skip
         results.append(result(f"validation loss, hidden {hidden}, {setting}", loss, "nats"))
         if setting != "exact" and gaps:
@@ -353,13 +378,36 @@ def _found(options: argparse.Namespace) -> list[dict[str, Any]]:
     return found
 
 
+def _trained(
+    wanted: Sequence[tuple[int, str]], options: argparse.Namespace
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """All that is wanted, where it has not finished before; and the table, after each seed."""
+    runs: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
+    options.directory.mkdir(parents=True, exist_ok=True)
+    for seed in options.seeds:
+        for hidden, setting in wanted:
+            ending = _ending(setting, hidden, options)
+            name = f"{setting.replace('/', '+')}-h{hidden}-s{seed}{ending}"
+            path = options.directory / f"{name}.json"
+            if not path.exists():
+                run(path, setting, hidden, seed, options)
+            runs.append(json.loads(path.read_text()))
+        results = show(runs)
+    return runs, results
+
+
+def integers(text: str) -> list[int]:
+    return [int(each) for each in text.split(",")]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("directory", type=Path, nargs="?", default=Path("runs/convergence"))
     parser.add_argument("--settings", default=",".join(SHORT), help="comma-separated")
-    parser.add_argument("--hidden", default=str(HIDDEN[0]), help="comma-separated")
+    parser.add_argument("--hidden", type=integers, default=[HIDDEN[0]], help="comma-separated")
     parser.add_argument("--all", action="store_true", help="every setting and hidden size: hours")
-    parser.add_argument("--seeds", default="0", help="comma-separated")
+    parser.add_argument("--seeds", type=integers, default=[0], help="comma-separated")
     parser.add_argument("--tokens", type=int, default=3_000_000, help="trained per run")
     parser.add_argument("--validation-tokens", type=int, default=204_800)
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -369,27 +417,32 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="only what is in DIR; run nothing")
     parser.add_argument("--plot", type=Path, help="also draw it, as PNG")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    wanted = [(int(h), s) for h in options.hidden.split(",") for s in options.settings.split(",")]
+    if min(options.tokens, options.validation_tokens, options.microbatches, options.threads) < 1:
+        parser.error("--tokens, --validation-tokens, --microbatches and --threads are at least 1")
+    if any(hidden < HEAD or hidden % HEAD for hidden in options.hidden):
+        parser.error(f"--hidden is of multiples of {HEAD}, the size of an attention head")
+    wanted = [(h, s) for h in options.hidden for s in options.settings.split(",")]
     if options.all:
         wanted = [(h, s) for h in HIDDEN for s in ("exact", *SUBSPACES)]
         wanted += [(HIDDEN[0], s) for s in (*CODECS, *DELAYED)]
-    runs: list[dict[str, Any]] = []
-    results: list[dict[str, Any]] = []
-    options.directory.mkdir(parents=True, exist_ok=True)
     if options.show:
         runs = _found(options)
         results = show(runs)
-    for seed in [] if options.show else [int(each) for each in options.seeds.split(",")]:
-        for hidden, setting in wanted:
-            ending = _ending(setting, hidden, options)
-            name = f"{setting.replace('/', '+')}-h{hidden}-s{seed}{ending}"
-            path = options.directory / f"{name}.json"
-            if not path.exists():
-                run(path, setting, hidden, seed, options)
-            runs.append(json.loads(path.read_text()))
-        results = show(runs)
+    else:
+        torch.set_num_threads(options.threads)
+        try:
+            for seed in options.seeds:
+                for hidden, setting in wanted:  # all of them, before the first is trained
+                    parse_config(described_by(setting, hidden, seed, options), setting)
+        except (ValueError, ConfigError) as error:
+            parser.exit(ConfigError.exit_code, f"error: {error}\n")
+        runs, results = _trained(wanted, options)
     if options.plot:
+        if not runs:
+            raise SystemExit(
+                f"error: nothing to draw: no run under these options has finished in "
+                f"{options.directory}; leave out --show to train"
+            )
         plot(runs, options.plot)
     print_results("convergence", results)
 

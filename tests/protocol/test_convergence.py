@@ -72,7 +72,9 @@ def test_what_loses_nothing_on_the_wire_is_the_one_process_run(chain: Any, setti
     assert one.validate(one.plan.validation_microbatches) == oracle.validate()
 
 
-@pytest.mark.parametrize("setting", ["int8", "int4~", "int4/int8", "delayed-1"])
+@pytest.mark.parametrize(
+    "setting", ["int8", "int4~", "int4/int8", "delayed-1", "subspace-8+int4+delayed-2"]
+)
 def test_what_is_rounded_is_what_a_swarm_trains(
     chain: Any, setting: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

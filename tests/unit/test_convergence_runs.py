@@ -1,0 +1,92 @@
+"""What `benchmarks/convergence.py` makes of its settings, options and kept results."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from swarm.config import parse_config
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # scripts, not a package
+
+from convergence import CODECS, DELAYED, SUBSPACES, TABLE, main, sections
+
+CODEC_NAMES = ("float32", "float32")
+
+
+def described(setting: str) -> dict[str, Any]:
+    return sections(setting, 128, 0, 1000, 1e-3, 4)
+
+
+@pytest.mark.parametrize(
+    ("setting", "subspace", "codecs", "rounding", "ahead"),
+    [
+        ("exact", None, CODEC_NAMES, "nearest", 0),
+        ("subspace-8+int4+delayed-2", 8, ("int4", "int4"), "nearest", 2),
+        ("int4+delayed-1", None, ("int4", "int4"), "nearest", 1),
+        ("subspace-32+int8~", 32, ("int8", "int8"), "stochastic", 0),
+        ("subspace-16+delayed", 16, CODEC_NAMES, "nearest", 4),
+        ("subspace-8+int8+zstd/int4~+delayed-3", 8, ("int8+zstd", "int4"), "stochastic", 3),
+    ],
+)
+def test_a_setting_is_made_of_parts(
+    setting: str, subspace: int | None, codecs: tuple[str, str], rounding: str, ahead: int
+) -> None:
+    config = parse_config(described(setting), setting)
+    wire = config.wire
+    assert config.model.subspace == subspace
+    assert (wire.forward or wire.activations, wire.backward or wire.activations) == codecs
+    assert wire.rounding == rounding
+    assert config.ahead.of(999) == ahead
+    assert config.ahead.of(99) == 0
+
+
+@pytest.mark.parametrize("setting", ["exact", TABLE, *CODECS, *SUBSPACES, *DELAYED])
+def test_every_setting_of_all_is_one(setting: str) -> None:
+    parse_config(described(setting), setting)
+
+
+@pytest.mark.parametrize(
+    ("setting", "remedy"),
+    [
+        ("foo", "joined by + in this order"),
+        ("", "joined by + in this order"),
+        ("delayed-1+int4", "joined by + in this order"),
+        ("exact+delayed-1", "joined by + in this order"),
+        ("subspace-8+", "joined by + in this order"),
+        ("delayed-9", "in delayed-N use a number from 1 to 4"),
+        ("int4+delayed-0", "in delayed-N use a number from 1 to 4"),
+        ("subspace-x", "in subspace-K use a number from 1 to 127"),
+        ("subspace-999+int4", "in subspace-K use a number from 1 to 127"),
+    ],
+)
+def test_what_is_no_setting_is_one_line_before_anything_is_written(
+    setting: str,
+    remedy: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = tmp_path / "runs"
+    arguments = ["convergence.py", str(folder), "--settings", f"exact,{setting}", "--threads", "1"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: there is no setting {setting!r}: ")
+    assert line.endswith(remedy)
+    assert not folder.exists()
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str | Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["convergence.py", str(folder), "--show", *map(str, options)])
+    main()
+
+
+def test_nothing_to_draw_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"^error: nothing to draw: .* leave out --show to train$"):
+        shown(monkeypatch, tmp_path, "--plot", tmp_path / "none.png")
