@@ -61,6 +61,7 @@ from swarm.wire.codecs import WireTensor, decode
 STAGES, SEQUENCE, SIZE, HEAD = 3, 128, 2, 32
 MICROBATCH_TOKENS = SEQUENCE * SIZE
 SMOOTHED = 80_000  # tokens
+VALIDATION_TOKENS = 204_800  # unless told; names of results say any other number
 SUBSPACES, HIDDEN = ("subspace-8", "subspace-16", "subspace-32", "subspace-64"), (128, 256, 384)
 GOALS = {"int8": 0.005, "int4": 0.01, "delayed-1": 0.005, "subspace-32": 0.02}  # at hidden 128
 SHORT = ("exact", "int8", "int4", "delayed-1", "subspace-32")
@@ -365,7 +366,10 @@ def _lr(setting: str, hidden: int, options: argparse.Namespace) -> float:
 
 def _ending(setting: str, hidden: int, options: argparse.Namespace) -> str:
     """Of the names of a setting's results that may be compared."""
-    return f"-m{options.microbatches}-lr{_lr(setting, hidden, options):g}-t{options.tokens}"
+    validated = options.validation_tokens
+    counted = "" if validated == VALIDATION_TOKENS else f"-v{validated}"
+    rate = _lr(setting, hidden, options)
+    return f"-m{options.microbatches}-lr{rate:g}-t{options.tokens}{counted}"
 
 
 def _found(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -409,7 +413,7 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="every setting and hidden size: hours")
     parser.add_argument("--seeds", type=integers, default=[0], help="comma-separated")
     parser.add_argument("--tokens", type=int, default=3_000_000, help="trained per run")
-    parser.add_argument("--validation-tokens", type=int, default=204_800)
+    parser.add_argument("--validation-tokens", type=int, default=VALIDATION_TOKENS)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--subspace-lr", type=float, help="whatever the width")
     parser.add_argument("--microbatches", type=int, default=4, help="of a step, 256 tokens each")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -90,3 +91,38 @@ def shown(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str | Path) -
 def test_nothing_to_draw_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"^error: nothing to draw: .* leave out --show to train$"):
         shown(monkeypatch, tmp_path, "--plot", tmp_path / "none.png")
+
+
+def kept(folder: Path, setting: str, ending: str, **fields: Any) -> dict[str, Any]:
+    """A result as a run leaves it."""
+    row = {
+        "setting": setting,
+        "hidden": 128,
+        "seed": 0,
+        "validation": 1.5,
+        "tokens": 2048,
+        "wire_bytes_per_token": {"forward": 4.0, "backward": 4.0},
+        "losses": [2.0],
+        **fields,
+    }
+    (folder / f"{setting}-h128-s0{ending}.json").write_text(json.dumps(row))
+    return row
+
+
+def test_results_of_other_validation_tokens_or_rates_are_not_compared(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of the default have the name that they always had."""
+    kept(tmp_path, "exact", "-m4-lr0.001-t3000000", validation=1.0)
+    kept(tmp_path, "exact", "-m4-lr0.001-t3000000-v512", validation=2.0)
+    kept(tmp_path, "subspace-8+int4+delayed-2", "-m4-lr0.002-t3000000", validation=1.25)
+    kept(tmp_path, "subspace-8+int4+delayed-2", "-m4-lr0.001-t3000000", validation=9.0)
+
+    def values(*options: str) -> list[float]:
+        shown(monkeypatch, tmp_path, *options)
+        results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+        return [each["value"] for each in results]
+
+    assert values() == [1.0, 1.25, 0.25]
+    assert values("--validation-tokens", "512") == [2.0]
+    assert values("--validation-tokens", "1024") == []
