@@ -179,10 +179,8 @@ class Chain:
         between: Sequence[Tensor] = ()
         last = len(self.states) - 1
         for stage, state in enumerate(self.states):
-            version, divided_by = (
-                self._version(state, step, index),
-                divisor if stage == last else None,
-            )
+            version = self._version(state, step, index)
+            divided_by = divisor if stage == last else None
             graph = version.forward(step, index, between, batch, divided_by)
             graphs.append(graph)
             if stage < last:
@@ -239,9 +237,14 @@ def _tensors(batch: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(np.ascontiguousarray(each)) for name, each in batch.items()}
 
 
+def part_of(steps: int) -> int:
+    """How many steps one kept loss is the mean of."""
+    return max(1, steps // KEPT_LOSSES)
+
+
 def thinned(losses: Sequence[float]) -> list[float]:
     """Means of as many equal parts as a picture shows; a rest that fills none is left out."""
-    size = max(1, len(losses) // KEPT_LOSSES)
+    size = part_of(len(losses))
     whole = len(losses) // size * size
     return [round(float(each), 4) for each in np.reshape(losses[:whole], (-1, size)).mean(axis=1)]
 
@@ -319,17 +322,17 @@ def show(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return results
 
 
-def plot(runs: Sequence[Mapping[str, Any]], path: Path) -> None:
+def plot(runs: Sequence[Mapping[str, Any]], step_tokens: int, path: Path) -> None:
     """As a picture: loss over tokens at the least hidden size (seed 0), and the gaps over k."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     least = min(run["hidden"] for run in runs)
     for each in runs:
         if each["hidden"] == least and each["seed"] == 0:
-            step_tokens = each["tokens"] / len(each["losses"])
-            width = max(1, round(SMOOTHED / step_tokens))
+            part_tokens = part_of(each["tokens"] // step_tokens) * step_tokens
+            width = max(1, round(SMOOTHED / part_tokens))
             means = np.convolve(each["losses"], np.ones(width) / width, mode="valid")
-            tokens = (np.arange(len(means)) + width) * step_tokens / 1e6
+            tokens = (np.arange(len(means)) + width) * part_tokens / 1e6
             left.plot(tokens, means, linewidth=1, label=each["setting"])
     left.set(xlabel="million tokens", ylabel="training loss", title=f"hidden {least}")
     left.set_ylim(top=TOP_LOSS)  # the first steps would squeeze the rest
@@ -447,7 +450,7 @@ def main() -> None:
                 f"error: nothing to draw: no run under these options has finished in "
                 f"{options.directory}; leave out --show to train"
             )
-        plot(runs, options.plot)
+        plot(runs, options.microbatches * MICROBATCH_TOKENS, options.plot)
     print_results("convergence", results)
 
 

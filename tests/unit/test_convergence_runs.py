@@ -13,7 +13,8 @@ from swarm.config import parse_config
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # scripts, not a package
 
-from convergence import CODECS, DELAYED, SUBSPACES, TABLE, main, sections
+import convergence
+from convergence import CODECS, DELAYED, SUBSPACES, TABLE, main, plot, sections
 
 CODEC_NAMES = ("float32", "float32")
 
@@ -126,3 +127,23 @@ def test_results_of_other_validation_tokens_or_rates_are_not_compared(
     assert values() == [1.0, 1.25, 0.25]
     assert values("--validation-tokens", "512") == [2.0]
     assert values("--validation-tokens", "1024") == []
+
+
+def test_the_curve_ends_where_its_last_whole_part_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """499 steps are 499 parts, 503 are 251 of two: the last step fills none."""
+    figures = []
+
+    class Kept(convergence.Figure):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            figures.append(self)
+
+    monkeypatch.setattr(convergence, "Figure", Kept)
+    for steps, whole in ((499, 499), (503, 502)):
+        losses = convergence.thinned([2.0] * steps)
+        run = kept(tmp_path, "exact", "", tokens=steps * 1024, losses=losses)
+        plot([run], 1024, tmp_path / "curve.png")
+        (curve,) = figures[-1].axes[0].lines
+        assert curve.get_xdata()[-1] == pytest.approx(whole * 1024 / 1e6)
