@@ -6,9 +6,12 @@ without; so each comes with `given`, which takes some seconds of that very lab b
 
 from __future__ import annotations
 
+import contextlib
 import json
+import select
 import socket
 import statistics
+import struct
 import subprocess
 import sys
 import threading
@@ -17,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from _lab import Host, Lab
-from _namespaces import DEVICE, entered, ip
+from _namespaces import DEVICE, LabError, entered, ip
 
 BLOCK = 1 << 16
 WARM_UP_SHARE = 0.4  # of the time of a measurement: slow start is not the line's rate
@@ -67,6 +70,10 @@ def _answer(connection: socket.socket) -> None:
                 break
         rate = 8 * counted / (time.monotonic() - since) if since else 0.0
         connection.sendall(json.dumps(rate).encode())
+        # Closed with bytes unread it would reset the connection, and a lost answer would stay lost.
+        with contextlib.suppress(ConnectionResetError):
+            while connection.recv(BLOCK):
+                pass
 
 
 def ping(address: str, port: int) -> None:
@@ -77,7 +84,7 @@ def ping(address: str, port: int) -> None:
         for _ in range(PINGS):
             begun = time.perf_counter()
             connection.sendall(b"x")
-            connection.recv(1)
+            _heard(connection)
             times.append(time.perf_counter() - begun)
     print(json.dumps(statistics.median(times)), flush=True)
 
@@ -86,23 +93,34 @@ def send(address: str, port: int, seconds: float) -> None:
     with socket.create_connection((address, port)) as connection:
         connection.sendall(b"s" + f"{seconds:<16}".encode())
         block = bytes(BLOCK)
-        ends = time.monotonic() + seconds + 0.5
-        while time.monotonic() < ends:
-            try:
-                connection.sendall(block)
-            except OSError:
-                break
-        print(connection.recv(64).decode() or "0", flush=True)
+        while not select.select([connection], [connection], [])[0]:
+            connection.send(block, socket.MSG_DONTWAIT)
+        print(_heard(connection).decode(), flush=True)
+        # What is still to be sent is thrown away: the line is free for the next measurement.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def _heard(connection: socket.socket) -> bytes:
+    answer = connection.recv(64)
+    if not answer:
+        raise ConnectionError("the server has gone")
+    return answer
 
 
 class Measured:
-    """A lab with a server in its first host, for clients in the others. A context manager."""
+    """A lab with a server in its first host, for clients in the others. A context manager.
+
+    LabError where the server does not start or a client fails: a broken lab has no figures."""
 
     def __init__(self, lab: Lab) -> None:
         self.lab = lab
         self.server = self._start(lab.hosts[0], "serve")
         assert self.server.stdout is not None
-        self.port = int(self.server.stdout.readline())
+        port = self.server.stdout.readline()
+        if not port:
+            _, errors = self.server.communicate()
+            raise _failed("serve", lab.hosts[0], errors)
+        self.port = int(port)
 
     def __enter__(self) -> Measured:
         return self
@@ -113,13 +131,18 @@ class Measured:
 
     def _start(self, host: Host, *arguments: str) -> subprocess.Popen[Any]:
         command = [sys.executable, __file__, *arguments]
-        return self.lab.run(host, command, stdout=subprocess.PIPE, text=True)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return self.lab.run(host, command, **pipes, text=True)
 
     def ask(self, hosts: Sequence[Host], *arguments: str) -> list[float]:
         """Run a client in each of the hosts at once; what each found."""
         server = (self.lab.hosts[0].address, str(self.port))
         clients = [self._start(host, arguments[0], *server, *arguments[1:]) for host in hosts]
-        return [float(client.communicate()[0] or 0.0) for client in clients]
+        heard = [client.communicate() for client in clients]
+        for host, client, (_, errors) in zip(hosts, clients, heard, strict=True):
+            if client.returncode != 0:
+                raise _failed(arguments[0], host, errors)
+        return [float(found) for found, _ in heard]
 
     def round_trip_ms(self, host: Host) -> float:
         return round(1e3 * self.ask([host], "ping")[0], 2)
@@ -127,6 +150,11 @@ class Measured:
     def up_mbps(self, hosts: Sequence[Host], seconds: float) -> float:
         """Of all connections together, one from each of the hosts (which may be named twice)."""
         return round(sum(self.ask(hosts, "send", str(seconds))) / 1e6, 2)
+
+
+def _failed(what: str, host: Host, errors: str) -> LabError:
+    why = errors.strip().rpartition("\n")[2] or "it was killed"
+    return LabError(f"`{what}` failed in {host.namespace} ({why}): start the measurement again")
 
 
 def kinds(lab: Lab) -> dict[str, Host]:

@@ -1,0 +1,62 @@
+"""What the lab of home connections (`benchmarks/wan`) does when a part of it fails; no root."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "wan"))  # scripts
+
+from _lab import Host
+from _measured import Measured
+from _namespaces import LabError
+
+
+class Here:
+    """In place of a lab: its hosts are this machine."""
+
+    hosts = (Host("lab-1", "127.0.0.1", None), Host("lab-2", "127.0.0.1", None))
+
+    def __init__(self, code: str | None = None) -> None:
+        self.code, self.started = code, list[subprocess.Popen[Any]]()
+
+    def run(self, host: Host, command: Sequence[str], **options: Any) -> subprocess.Popen[Any]:
+        if self.code is not None:
+            command = [sys.executable, "-c", self.code]
+        self.started.append(subprocess.Popen(command, **options))
+        return self.started[-1]
+
+
+def measured(lab: Here) -> Measured:
+    return Measured(lab)  # type: ignore[arg-type]
+
+
+def test_a_server_that_does_not_start_is_one_line_and_ended() -> None:
+    lab = Here("raise OSError('no port left')")
+    line = r"^`serve` failed in lab-1 \(OSError: no port left\): start the measurement again$"
+    with pytest.raises(LabError, match=line):
+        measured(lab)
+    assert [each.returncode for each in lab.started] == [1]
+
+
+def test_a_client_that_dies_is_no_figure() -> None:
+    lab = Here()
+    with measured(lab) as server:
+        client = lab.hosts[1]
+        assert server.round_trip_ms(client) > 0
+        assert server.up_mbps([client, client], 0.2) > 0
+        server.server.kill()
+        server.server.wait()
+        with pytest.raises(LabError, match=r"^`ping` failed in lab-2 \(Connection.*\): start the"):
+            server.round_trip_ms(client)
+        with pytest.raises(LabError, match=r"^`send` failed in lab-2 \(Connection.*\): start the"):
+            server.up_mbps([client], 0.2)
+        lab.code = "import os; os.kill(os.getpid(), 9)"
+        with pytest.raises(LabError, match=r"^`ping` failed in lab-2 \(it was killed\)"):
+            server.round_trip_ms(client)
+    assert all(each.returncode is not None for each in lab.started)
