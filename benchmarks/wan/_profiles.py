@@ -78,14 +78,13 @@ PROFILES = {
 class Line:
     """One direction of a home's connection: a rate, a buffer."""
 
-    __slots__ = ("_buffer_s", "_free_at", "_seconds_per_byte", "dropped", "passed_bytes")
+    __slots__ = ("_buffer_s", "_free_at", "_seconds_per_byte", "dropped")
 
     def __init__(self, rate_bps: float) -> None:
         self._seconds_per_byte = 8.0 / rate_bps
         self._buffer_s = max(BUFFER_S, SMALLEST_BUFFER_BYTES * self._seconds_per_byte)
         self._free_at = 0.0
         self.dropped = 0
-        self.passed_bytes = 0
 
     def send(self, size: int, now: float) -> float | None:
         """When the last bit of a packet of `size` bytes that came at `now` is through; or None."""
@@ -94,7 +93,6 @@ class Line:
             self.dropped += 1
             return None
         self._free_at = start + size * self._seconds_per_byte
-        self.passed_bytes += size
         return self._free_at
 
 
