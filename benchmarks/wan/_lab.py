@@ -27,6 +27,7 @@ from _profiles import PROFILES, Home
 NETWORK = "10.77.0"
 MTU = 1500
 ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
+HUB_END_S = 10.0
 HUB = Path(__file__).with_name("_hub.py")
 FORKED = HUB.with_name("_in_host.py")
 
@@ -85,11 +86,16 @@ class Lab:
         self.close()
 
     def close(self) -> dict[str, Any]:
-        """End it; returns what the hub says of itself (empty for a bridge)."""
+        """End it; returns what the hub says of itself. Empty for a bridge, and where the hub had to
+        be killed."""
         said: dict[str, Any] = {}
         if self._hub is not None:
             hub, self._hub = self._hub, None
-            out, _ = hub.communicate()
+            try:
+                out, _ = hub.communicate(timeout=HUB_END_S)
+            except subprocess.TimeoutExpired:
+                hub.kill()
+                out, _ = hub.communicate()
             with contextlib.suppress(ValueError, IndexError):
                 said = json.loads(out.splitlines()[-1])
         while self._made:
@@ -151,6 +157,7 @@ class Lab:
 
 def allow(congestion: str) -> None:
     """Only algorithms on this list, which is the whole machine's, may be chosen in a namespace."""
+    # Never taken back: another lab, which found it allowed, may be about to choose it.
     allowed = ALLOWED.read_text().split()
     if congestion not in allowed:
         try:

@@ -12,7 +12,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "wan"))  # scripts
 
-from _lab import Host
+import _lab
+from _lab import Host, Lab
 from _measured import Measured
 from _namespaces import LabError
 
@@ -60,3 +61,21 @@ def test_a_client_that_dies_is_no_figure() -> None:
         with pytest.raises(LabError, match=r"^`ping` failed in lab-2 \(it was killed\)"):
             server.round_trip_ms(client)
     assert all(each.returncode is not None for each in lab.started)
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "status"),
+    [
+        ({"packets": 3}, "import sys; sys.stdin.read(); print('{\"packets\": 3}')", 0),
+        ({}, "import time; time.sleep(60)", -9),
+    ],
+)
+def test_a_hub_that_does_not_end_is_killed(
+    ends: dict[str, int], code: str, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_lab, "HUB_END_S", 10.0 if ends else 0.2)
+    lab = Lab("home", 2)  # never entered: it has no namespaces
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    hub = lab._hub = subprocess.Popen([sys.executable, "-c", code], text=True, **pipes)
+    assert lab.close() == ends
+    assert hub.returncode == status
