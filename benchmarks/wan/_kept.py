@@ -4,6 +4,9 @@ file: a table or a picture of what has been measured needs no second run.
 A figure that was measured again is that of the newest run; the rounds of one run count as their
 median. What a setting keeps of its speed is its rate over the best one on `lan` of what is `ALIKE`:
 of the same run where that measured any (they took turns), else of all.
+
+A row whose `steps` are 0 is a bound: not one step had ended at the limit, so its rate is at most
+that. It stands for what was measured only where nothing else does, and never for a best.
 """
 
 from __future__ import annotations
@@ -49,14 +52,16 @@ def kept(path: Path) -> list[Row]:
 
 
 def medians(rows: Iterable[Row], fields: Sequence[str], value: str) -> list[Row]:
-    """One row of each run for what is equal in `fields`: its last, with the median of `value`."""
+    """One row of each run for what is equal in `fields`: its last, with the median of `value`; of
+    those measured, or of bounds where there are no others."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["run"], *(row[name] for name in fields)), []).append(row)
-    return [
-        {**group[-1], value: statistics.median(row[value] for row in group)}
-        for group in groups.values()
-    ]
+    found: list[Row] = []
+    for group in groups.values():
+        counted = [row for row in group if row["steps"]] or group
+        found.append({**counted[-1], value: statistics.median(row[value] for row in counted)})
+    return found
 
 
 def newest(rows: Iterable[Row], fields: Sequence[str]) -> list[Row]:
@@ -86,6 +91,7 @@ def _best_on_lan(rows: Iterable[Row], like: Row) -> float | None:
         float(row["tokens_per_s"])
         for row in rows
         if row["profile"] == "lan"
+        and row["steps"]
         and row["setting"] != TORCH
         and all(row[name] == like[name] for name in ALIKE)
     ]
@@ -93,11 +99,15 @@ def _best_on_lan(rows: Iterable[Row], like: Row) -> float | None:
 
 
 def best(rows: Iterable[Row], *fields: str) -> list[Row]:
-    """Of rows that are equal in `fields`, the fastest."""
+    """Of rows that are equal in `fields`, the fastest measured; else the highest bound."""
+
+    def rank(row: Row) -> tuple[bool, float]:
+        return row["steps"] > 0, row["tokens_per_s"]
+
     found: dict[tuple[Any, ...], Row] = {}
     for row in rows:
         key = tuple(row[name] for name in fields)
-        if key not in found or row["tokens_per_s"] > found[key]["tokens_per_s"]:
+        if key not in found or rank(row) > rank(found[key]):
             found[key] = row
     return list(found.values())
 
@@ -108,7 +118,9 @@ def over_torch(rows: Sequence[Row], torch: Row) -> float | None:
     alike = [
         row["tokens_per_s"]
         for row in rows
-        if row["setting"] != TORCH and all(row[name] == torch[name] for name in fields)
+        if row["setting"] != TORCH
+        and row["steps"]
+        and all(row[name] == torch[name] for name in fields)
     ]
     return max(alike) / torch["tokens_per_s"] if alike else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from _kept import ALIKE, GOALS, Row, best, policy_of
 from matplotlib.figure import Figure
@@ -11,13 +12,14 @@ from matplotlib.patches import Patch
 
 DPI = 110
 PANEL = (*ALIKE, "parameters")
+BOUND: dict[str, Any] = {"facecolor": "none", "hatch": "///"}
 GROUP = 0.84  # of the room of a profile, which its bars share
 
 
 def shares(rows: Sequence[Row], path: Path) -> None:
     """What each setting keeps of its speed on `lan`: a panel per `PANEL`, a group of bars per
-    profile, each the best over TCP's settings and sizes of microbatches. ValueError: nothing to
-    draw."""
+    profile, each the best over TCP's settings and sizes of microbatches; hatched where it is only a
+    bound. ValueError: nothing to draw."""
     rows = [row for row in rows if row["share"] is not None]
     if not rows:
         raise ValueError("nothing to draw: shares are of `lan`, which has not been measured")
@@ -31,14 +33,12 @@ def shares(rows: Sequence[Row], path: Path) -> None:
         here = [row for row in rows if tuple(row[name] for name in PANEL) == panel]
         shown = best(here, "profile", "setting")
         for name in settings:
-            bars = {row["profile"]: row["share"] for row in shown if row["setting"] == name}
             left = (settings.index(name) + 0.5) * width - GROUP / 2
-            axes.bar(
-                [profiles.index(profile) + left for profile in bars],
-                list(bars.values()),
-                width,
-                color=colours[name],
-            )
+            for row in shown:
+                if row["setting"] == name:
+                    at = profiles.index(row["profile"]) + left
+                    look = {"facecolor": colours[name]} if row["steps"] else BOUND
+                    axes.bar(at, row["share"], width, edgecolor=colours[name], **look)
         for profile, goal in GOALS.items():
             if profile in profiles:
                 at = profiles.index(profile)
@@ -55,6 +55,8 @@ def shares(rows: Sequence[Row], path: Path) -> None:
         )
         axes.set_xticks(range(len(profiles)), profiles)
     known = [Patch(color=colours[name], label=name) for name in settings]
+    if not all(row["steps"] for row in best(rows, *PANEL, "profile", "setting")):
+        known.append(Patch(edgecolor="0.5", label="at most: no step in time", **BOUND))
     figure.legend(handles=known, loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=DPI)
 

@@ -356,6 +356,8 @@ def entries(rows: Sequence[Row]) -> list[dict[str, Any]]:
         sizes = f"{row['parameters']} parameters, {row['microbatches']} x 4096 tokens a step"
         sizes += f", {row['microbatch_size']} a microbatch"
         metric = f"{where}, {row['setting']}, {policy_of(row)}, {row['model']} model, {sizes}"
+        if not row["steps"]:
+            metric += ", at most"
         measured = [result(metric, row["tokens_per_s"], "tokens/s")]
         if row["setting"] == TORCH:
             factor = over_torch(rows, row)
@@ -363,7 +365,7 @@ def entries(rows: Sequence[Row]) -> list[dict[str, Any]]:
                 name = f"{where}: best / torch{'' if row['steps'] else ', at least'}"
                 measured.append(result(name, factor, "x", OVER_TORCH))
         elif row["share"] is not None:
-            goal = GOALS.get(row["profile"])
+            goal = GOALS.get(row["profile"]) if row["steps"] else None
             measured.append(result(f"{metric}: share", row["share"], "of lan", goal))
         found += [{**each, "steps": row["steps"], "lab": row["lab"]} for each in measured]
     return found

@@ -19,7 +19,7 @@ import wire_bytes  # noqa: E402
 from _kept import TORCH, best, keep, kept, medians, newest, over_torch, throughput  # noqa: E402
 from _namespaces import LabError  # noqa: E402
 from _wide import SIZES  # noqa: E402
-from throughput import SETTINGS, config_of  # noqa: E402
+from throughput import SETTINGS, config_of, entries, line_of  # noqa: E402
 
 PNG = b"\x89PNG"
 
@@ -112,6 +112,54 @@ def test_the_best_is_the_fastest_and_torch_is_beside_equal_lines() -> None:
     assert over_torch([torch], torch) is None
     ours = [each for each in rows if each is not torch]
     assert [each["tokens_per_s"] for each in best(ours, "profile")] == [40.0, 50.0]
+
+
+def test_a_bound_stands_for_what_was_measured_only_where_nothing_was() -> None:
+    bound = {"steps": 0}
+    rows = [
+        row("lan", 10.0),
+        row("lan", 90.0, setting="int8", **bound),
+        row("home", 8.0, steps=2),
+        row("home", 4.0, steps=3),
+        row("home", 1.0, **bound),
+        row("poor", 2.0, **bound),
+        row("poor", 3.0, congestion="bbr", **bound),
+    ]
+    found = {(each["profile"], each["congestion"]): each for each in throughput(rows)[2:]}
+    home, poor = found["home", "cubic"], found["poor", "bbr"]
+    assert (home["tokens_per_s"], home["steps"], home["share"]) == (6.0, 3, 0.6)
+    assert (poor["tokens_per_s"], poor["steps"], poor["share"]) == (3.0, 0, 0.3)
+    ours = list(found.values())
+    above = {**home, "tokens_per_s": 30.0, **bound}
+    assert best([above, *ours, above], "profile") == [home, poor]
+    assert over_torch([above, home], row("home", 2.0, setting=TORCH)) == 3.0
+    assert over_torch([home, poor], row("poor", 1.0, congestion="bbr", setting=TORCH)) is None
+    lab = {"lab": {"lines": [], "hub": {}}}
+    assert "<3" in line_of({**poor, **lab})
+    assert "<" not in line_of({**home, **lab})
+    said = [
+        (each["metric"].endswith("at most"), each["goal"]) for each in entries([{**poor, **lab}])
+    ]
+    assert said == [(True, None), (False, None)]
+    assert [each["goal"] for each in entries([{**home, **lab}])] == [None, ">= 0.9"]
+
+
+def test_a_bound_is_drawn_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = []
+
+    class Kept(_plots.Figure):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            figures.append(self)
+
+    monkeypatch.setattr(_plots, "Figure", Kept)
+    rows = [row("lan", 10.0), row("home", 9.0), row("poor", 2.0, steps=0)]
+    _plots.shares(throughput(rows), tmp_path / "shares.png")
+    (figure,) = figures
+    bars = {bar.get_height(): bar.get_hatch() for bar in figure.axes[0].patches}
+    assert bars == {1.0: None, 0.9: None, 0.2: _plots.BOUND["hatch"]}
+    names = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert names == ["int4", "at most: no step in time"]
 
 
 def test_shares_are_drawn(tmp_path: Path) -> None:
