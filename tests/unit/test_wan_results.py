@@ -15,6 +15,7 @@ sys.path.insert(0, str(WAN))  # its files are scripts, and import each other as 
 
 import _plots  # noqa: E402
 import everything  # noqa: E402
+import throughput as lab_throughput  # noqa: E402
 import wire_bytes  # noqa: E402
 from _kept import TORCH, best, keep, kept, medians, newest, over_torch, throughput  # noqa: E402
 from _namespaces import LabError  # noqa: E402
@@ -216,6 +217,30 @@ def test_everything_names_files_that_are_there_and_runs_each_of_them() -> None:
     files = {shlex.split(each.command)[0] for each in everything.COMMANDS.values()}
     there = {path.name for path in WAN.glob("[!_]*.py")}
     assert files == there - {"everything.py"}
+
+
+def test_everything_takes_as_long_as_it_says() -> None:
+    """Two hours, in its docstring and the Makefile."""
+    assert sum(each.minutes for each in everything.COMMANDS.values()) == pytest.approx(120, abs=10)
+
+
+def test_every_command_of_throughput_is_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """That of nothing kept is shown, so each is read to its end and runs nothing."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(lab_throughput, "end_politely", lambda: None)
+    for each in everything.COMMANDS.values():
+        file, *arguments = shlex.split(each.command)
+        if file == "throughput.py" and "--plot" not in arguments:
+            monkeypatch.setattr(sys, "argv", [file, *arguments, "--show"])
+            lab_throughput.main()
+
+
+def test_what_the_bridge_gives_is_measured_once_whatever_lines_are() -> None:
+    options = argparse.Namespace(congestion=["bbr", "cubic"])
+    assert list(lab_throughput.congestions("lan", options)) == ["cubic"]
+    assert list(lab_throughput.congestions("poor", options)) == ["bbr", "cubic"]
 
 
 def test_bytes_are_counted_of_codecs_that_a_run_may_name() -> None:
