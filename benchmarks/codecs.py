@@ -5,6 +5,9 @@ encoded and decoded by each codec, the codecs taking turns, the best of the roun
 logical float32 bytes to wire bytes, on normal noise and on the residual stream, and its gradient,
 of a small transformer that has been trained for some seconds on the running Python's sources.
 
+Then the blockwise codecs alone, on noise of the sizes that cross the boundaries recommended for
+thin lines and of a wide one: a small tensor pays a codec's fixed costs for less.
+
     python -m benchmarks.codecs [--rounds 7] [--steps 40]
 """
 
@@ -14,6 +17,7 @@ import argparse
 import json
 import sysconfig
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -24,6 +28,7 @@ from swarm.wire.codecs import codec_for, codec_names, decode, encode
 MICROBATCH, SEQUENCE, HIDDEN = 8, 256, 384
 STEP_MICROBATCHES = 64
 BLOCKWISE = ("int8", "int4")
+BOUNDARIES = ((4, 1024, 8), (4, 1024, 32), (4, 1024, 2048))  # subspaces of 8 and 32; none
 BLOCKWISE_GOAL_MBPS = 1000.0  # encode and decode together, one thread
 ZSTD_RATIO_GOAL = 1.4  # bfloat16+zstd against bfloat16, trained activations
 
@@ -56,10 +61,10 @@ def trained_boundary(steps: int) -> tuple[torch.Tensor, torch.Tensor]:
     return boundary.detach(), boundary.grad / STEP_MICROBATCHES
 
 
-def timed(rounds: int, tensor: torch.Tensor) -> dict[str, tuple[float, float]]:
+def timed(
+    rounds: int, tensor: torch.Tensor, names: Sequence[str]
+) -> dict[str, tuple[float, float]]:
     """Least seconds to encode and to decode, per codec (and with `~`, rounding stochastically)."""
-    names = [name for name in codec_names() if codec_for("float32", name) == name]
-    names += [f"{name}~" for name in BLOCKWISE]
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for _ in range(rounds + 1):
         for name, times in taken.items():
@@ -94,7 +99,9 @@ def main() -> None:
         "activation": activation,
         "gradient": gradient,
     }
-    seconds = timed(options.rounds, activation)
+    stochastic = [f"{name}~" for name in BLOCKWISE]
+    names = [name for name in codec_names() if codec_for("float32", name) == name]
+    seconds = timed(options.rounds, activation, [*names, *stochastic])
     megabytes = activation.numel() * 4 / 1e6
     results: list[dict[str, object]] = []
 
@@ -141,6 +148,16 @@ def main() -> None:
         "raw and float32 are sent from the tensor's own memory: encoding copies nothing.\n"
         f"The gradient is that of a mean over {STEP_MICROBATCHES} microbatches, as in a step."
     )
+    print(f"{'boundary':15} {'codec':6} {'encode':>9} {'decode':>9} {'together':>9}")
+    for sizes in BOUNDARIES:
+        boundary = torch.randn(sizes)
+        shape, megabytes = " x ".join(map(str, sizes)), boundary.numel() * 4 / 1e6
+        each_s = timed(options.rounds, boundary, [*BLOCKWISE, *stochastic])
+        for name, (encode_s, decode_s) in each_s.items():
+            rates = [megabytes / taken for taken in (encode_s, decode_s, encode_s + decode_s)]
+            print(f"{shape:15} {name:6} " + " ".join(f"{rate:9.0f}" for rate in rates))
+            for what, rate in zip(("encode", "decode", "encode and decode"), rates, strict=True):
+                result(f"{name} {what}, {shape}", rate, "MB/s")
     print(json.dumps({"bench": "codecs", "results": results}))
 
 
