@@ -86,7 +86,9 @@ def _quantize(
     inverse = torch.where(usable, torch.reciprocal(rounded.float()), 0.0)
     torch.mul(blocks, inverse.unsqueeze(1), out=work)
     if seed is not None:
-        add_noise(work, seed, first)
+        half = BLOCK // 2
+        numbers = numbers_of(first, len(work), half, work.device)
+        add_noise(work[:, :half], work[:, half:], numbers, seed)
         work.clamp_(-LEVELS, LEVELS)
     integers.copy_(rounded_finite(work, finite.unsqueeze(1)))
 
@@ -117,27 +119,30 @@ def dequantize(packed: Tensor, shape: Sequence[int]) -> Tensor:
     return values.view(-1)[:num_elements].view(tuple(shape))
 
 
-def add_noise(values: Tensor, seed: int, first: int) -> None:
-    """Add to float32 `values` (rows, an even width), of which the first row is number `first`,
-    uniform numbers in (-0.5, 0.5) that depend on row, column and the 64-bit `seed` alone.
+def add_noise(lower: Tensor, upper: Tensor, numbers: Tensor, seed: int) -> None:
+    """Add to float32 values uniform numbers in (-0.5, 0.5) that depend on a number, on which of the
+    two it is for, and on the 64-bit `seed` alone. All of one shape; int32 `numbers` are lost.
 
-    A hash serves two columns, half a row apart, with 16 bits each. They become odd multiples of
-    2^-17: their mean is 0, and what is an integer stays nearest to itself. The hash is of 32 bits
-    with two keys; shifts and multipliers are those of `lowbias32` (C. Wellons, hash-prospector). A
-    product of int32 wraps, the same on every device; one with a power of two is exact, fused with a
-    sum or not.
+    The hash of a number serves two values, with 16 bits each. They become odd multiples of 2^-17:
+    their mean is 0, and what is an integer stays nearest to itself. The hash is of 32 bits with two
+    keys; shifts and multipliers are those of `lowbias32` (C. Wellons, hash-prospector). A product
+    of int32 wraps, the same on every device; one with a power of two is exact, fused with a sum or
+    not.
     """
-    rows, half = len(values), values.shape[1] // 2
-    x = torch.arange(rows * half, dtype=torch.int32, device=values.device)
-    x.add_(_signed(first * half)).bitwise_xor_(_signed(seed))
+    x = numbers.bitwise_xor_(_signed(seed))
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
     x.bitwise_xor_(_signed(seed >> 32))
     x.bitwise_xor_((x >> 15).bitwise_and_(0x1FFFF)).mul_(_signed(0x846CA68B))
     x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))
-    x = x.view(rows, half)
-    values[:, half:].add_((x >> 15).bitwise_or_(1), alpha=2.0**-17)
-    low = x.bitwise_left_shift_(16).bitwise_right_shift_(15).bitwise_or_(1)
-    values[:, :half].add_(low, alpha=2.0**-17)
+    upper.add_((x >> 15).bitwise_or_(1), alpha=2.0**-17)
+    x.bitwise_left_shift_(16).bitwise_right_shift_(15).bitwise_or_(1)
+    lower.add_(x, alpha=2.0**-17)
+
+
+def numbers_of(first_row: int, rows: int, half: int, device: torch.device) -> Tensor:
+    """Of the values of a row's lower half, (rows, half), all rows before `first_row` counted."""
+    numbers = torch.arange(rows * half, dtype=torch.int32, device=device)
+    return numbers.add_(_signed(first_row * half)).view(rows, half)
 
 
 def _signed(value: int) -> int:

@@ -17,8 +17,9 @@ largest scale of the tensor: 15 octaves, and 3 more in which values get less tha
 A scale is the upper 11 bits of a float32, so finding it is adding and shifting integers.
 
 Why a block's values are apart in their row: w / 8 of them, rounded up. A row is then a matrix with
-a block in each *column*, and everything goes over long stretches of memory, which reductions over
-8 neighbours do not. Which values share a scale makes no difference, since channels have no order.
+a block in each *column*; all first values of a piece's blocks are put beside each other, all second
+ones, and so on, and everything goes over long stretches of memory, which reductions over 8
+neighbours do not. Which values share a scale makes no difference, since channels have no order.
 
 What was decoded encodes to the same values again. What makes the bytes the same on every device is
 said in `swarm.wire.blocks`.
@@ -34,7 +35,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from swarm.wire.blocks import add_noise, rounded_finite
+from swarm.wire.blocks import add_noise, numbers_of, rounded_finite
 
 MOST_DEPTH = 8
 _LOWEST, _HIGHEST = -8.0, 7.0
@@ -97,20 +98,28 @@ def quantize(values: Tensor, seed: int | None = None) -> Tensor:
     table = table.view(rows, depth, blocks)
     exponent, codes, integers = _parts(packed, layout)
     most, step = (torch.empty((rows, blocks), device=device) for _ in range(2))
-    pieces = layout.pieces(device)
-    peaks = [_steps(table[part], most[part], step[part]) for part in pieces]
-    exponent.copy_(_top(torch.stack(peaks).amax()) >> 3)
-    floor, half = _floor(exponent), layout.slots // 2
-    whole = torch.empty_like(table[pieces[0]])
+    pieces, half = layout.pieces(device), depth // 2
+    planes = torch.empty((depth, *table[pieces[0]][:, 0].shape), device=device)
+    peaks = []
     for part in pieces:
+        work = planes[:, : len(table[part])].copy_(table[part].transpose(0, 1))
+        peaks.append(_steps(work, most[part], step[part]))
+    exponent.copy_(_top(torch.stack(peaks).amax()) >> 3)
+    floor = _floor(exponent)
+    for part in pieces:
+        work = planes[:, : len(table[part])]
+        if len(pieces) > 1:
+            work.copy_(table[part].transpose(0, 1))
         factor, finite = _scales(most[part], step[part], floor, codes[part])
-        work = torch.mul(table[part], factor.unsqueeze(1), out=whole[: len(factor)])
+        work.mul_(factor)
         if seed is not None:
-            add_noise(work.view(-1, layout.slots), seed, part.start)
+            numbers = numbers_of(part.start, len(factor), half * blocks, device)
+            numbers = numbers.view(-1, half, blocks).transpose(0, 1).contiguous()
+            add_noise(work[:half], work[half:], numbers, seed)
             work.clamp_(_LOWEST, _HIGHEST)
-        nibbles = rounded_finite(work, finite.unsqueeze(1)).to(torch.int8).view(-1, layout.slots)
-        torch.mul(nibbles[:, half:], 16, out=integers[part])
-        integers[part].bitwise_or_(nibbles[:, :half].bitwise_and_(15))
+        nibbles = rounded_finite(work, finite).to(torch.int8)
+        both = nibbles[half:].mul_(16).bitwise_or_(nibbles[:half].bitwise_and_(15))
+        integers[part].view(-1, half, blocks).copy_(both.transpose(0, 1))
     return packed
 
 
@@ -122,18 +131,14 @@ def _parts(packed: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     return exponent, codes.view(shape), integers.view(torch.int8).view(layout.rows, -1)
 
 
-def _steps(table: Tensor, most: Tensor, step: Tensor) -> Tensor:
+def _steps(planes: Tensor, most: Tensor, step: Tensor) -> Tensor:
     """Write the largest value of each block, and the least step it can do with; the largest step.
 
-    The step of a block that is not finite is not finite.
+    `planes` has a block's values in its first dimension. The step of a block that is not finite is
+    not finite.
     """
-    first, *others = table.unbind(1)
-    least = first.clone()
-    most.copy_(first)
-    for each in others:
-        torch.maximum(most, each, out=most)
-        torch.minimum(least, each, out=least)
-    least.neg_()
+    torch.amax(planes, 0, out=most)
+    least = torch.amin(planes, 0).neg_()
     larger, smaller = torch.maximum(most, least), torch.minimum(most, least)
     larger.div_(larger.new_full((1,), -_LOWEST))
     torch.maximum(larger, smaller.div_(smaller.new_full((1,), _HIGHEST)), out=step)

@@ -102,7 +102,14 @@ def hashed(number: int, seed: int) -> int:
     return x ^ x >> 16
 
 
-def noise(bits: int) -> float:
+def noise(rows: int, width: int, seed: int, first: int = 0) -> torch.Tensor:
+    got, half = torch.zeros(rows, width), width // 2
+    numbers = blocks.numbers_of(first, rows, half, got.device)
+    blocks.add_noise(got[:, :half], got[:, half:], numbers, seed)
+    return got
+
+
+def odd(bits: int) -> float:
     """Of 16 bits, two's complement."""
     return (2 * (bits - (1 << 16) if bits >= 1 << 15 else bits) + 1) * 2.0**-17
 
@@ -110,12 +117,11 @@ def noise(bits: int) -> float:
 def test_the_noise_is_the_documented_hash() -> None:
     for seed in (0, 1, 0xDEADBEEF12345678, 2**64 - 1):
         for first in (0, 5, 2**27 - 1):
-            got = torch.zeros(3, 32)
-            blocks.add_noise(got, seed, first)
+            got = noise(3, 32, seed, first)
             for row, values in enumerate(got.tolist()):
                 hashes = [hashed((first + row) * 16 + column, seed) for column in range(16)]
-                assert values[:16] == [noise(each & 0xFFFF) for each in hashes]
-                assert values[16:] == [noise(each >> 16) for each in hashes]
+                assert values[:16] == [odd(each & 0xFFFF) for each in hashes]
+                assert values[16:] == [odd(each >> 16) for each in hashes]
 
 
 def test_stochastic_rounding_is_right_on_average() -> None:
@@ -128,18 +134,15 @@ def test_stochastic_rounding_is_right_on_average() -> None:
 
 def test_integers_stay_what_they_are() -> None:
     values = torch.arange(-127, 128).float().repeat(3000, 1).view(-1, 2)
-    noisy = values.clone()
-    blocks.add_noise(noisy, 3, 0)
-    assert torch.equal(noisy.round(), values)
+    assert torch.equal((values + noise(len(values), 2, 3)).round(), values)
 
 
 def test_noise_is_even() -> None:
-    noise = torch.zeros(1 << 10, 64)
-    blocks.add_noise(noise, 7, 0)
-    assert -0.5 < float(noise.min()) < -0.499
-    assert 0.499 < float(noise.max()) < 0.5
-    assert abs(float(noise.mean())) < 0.005
-    halves = torch.corrcoef(torch.stack((noise[:, :32].flatten(), noise[:, 32:].flatten())))
+    drawn = noise(1 << 10, 64, 7)
+    assert -0.5 < float(drawn.min()) < -0.499
+    assert 0.499 < float(drawn.max()) < 0.5
+    assert abs(float(drawn.mean())) < 0.005
+    halves = torch.corrcoef(torch.stack((drawn[:, :32].flatten(), drawn[:, 32:].flatten())))
     assert abs(float(halves[0, 1])) < 0.02
-    counts = torch.histc(noise, 16, -0.5, 0.5)
+    counts = torch.histc(drawn, 16, -0.5, 0.5)
     assert float((counts - 4096).abs().max()) < 300
