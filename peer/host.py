@@ -52,6 +52,7 @@ class Host:
         self._make, self._links, self._lives, self._name_life = make, links, lives, name_life
         self._say = say
         self._serving: dict[Member, asyncio.Task[None]] = {}
+        self._ending: dict[Member, asyncio.Task[None]] = {}  # serve no more, and are not closed yet
         self._moving: asyncio.Task[None] | None = None
         self._tasks = TaskSet()
         self._changed = asyncio.Event()
@@ -111,15 +112,20 @@ class Host:
         return member
 
     async def _end(self, member: Member) -> None:
-        """It has left, or gives up. Idempotent."""
+        """It has left, or gives up. Idempotent; if this is cancelled, `aclose` does the rest."""
         task = self._serving.pop(member, None)
         if task is None:
             return
+        self._ending[member] = task
+        await self._close(member, task)
+
+    async def _close(self, member: Member, task: asyncio.Task[None]) -> None:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         self._lives.discard(member.links.incarnation)
         await member.links.aclose()
         await member.aclose()
+        self._ending.pop(member, None)
         self._changed.set()
 
     # ---- moving ---------------------------------------------------------------------------------
@@ -196,10 +202,12 @@ class Host:
         await self._tasks.aclose()
         for member in self.members:
             await self._end(member)
+        for member, task in list(self._ending.items()):
+            await self._close(member, task)
 
     def abort(self) -> None:
         """As the end of the process would."""
         self._tasks.abort()
-        for member in self.members:
+        for member in (*self.members, *self._ending):
             member.abort()
             member.links.abort()
