@@ -272,7 +272,8 @@ def _be_thrifty(data_dir: Path) -> None:
 
 def _die_regretted(data_dir: Path) -> None:
     """With something counted. An early order to average comes to its stage before the stage before
-    has counted all; that one's own order runs once it has."""
+    has counted all; that one's own order runs once it has, and its books, which is all of another
+    process that can be seen here, are read until they say so."""
     from peer.orders import Orders
 
     prepare: Callable[..., Any] = Orders._prepare
