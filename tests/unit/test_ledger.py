@@ -90,6 +90,15 @@ def test_a_call_of_a_later_attempt_unfreezes() -> None:
     assert ledger.freeze(T1, 0, 1, {0}).do is Do.REFUSE
 
 
+def test_a_repeat_is_answered_while_averaging_and_does_not_end_it() -> None:
+    ledger = counted()
+    assert ledger.freeze(T1, 0, 2, {0}).do is Do.RUN
+    for try_, attempt in ((1, 0), (2, 1), (3, 2), (4, 3)):
+        assert ledger.on_call(T1, 0, 0, try_, attempt).do is Do.REPEAT
+        assert ledger.frozen_attempt == 2
+    assert ledger.on_call(T1, 0, 1, 5, 1).do is Do.REFUSE
+
+
 def test_a_higher_term_takes_over_what_was_counted() -> None:
     ledger = counted()
     ledger.fence(T1, 0, 1, 50)
@@ -136,7 +145,8 @@ def test_what_raised_may_run_again() -> None:
 
 
 class Machine(RuleBasedStateMachine):
-    """The real ledger beside the model's replica: the same answers to the same orders.
+    """The real ledger beside the model's replica: the same answers to the same orders, but that a
+    repeat of what is counted neither waits for an averaging attempt nor ends it.
 
     Tries grow as a leader's do; calls and fences may come late, twice and out of order.
     """
@@ -162,10 +172,12 @@ class Machine(RuleBasedStateMachine):
     @rule(index=indices, try_=tries, attempt=st.integers(0, 4))
     def call(self, index: int, try_: int, attempt: int) -> None:
         decision = self.ledger.on_call(T1, 0, index, try_, attempt)
-        if self.frozen is not None and attempt >= self.frozen:
-            self.aborted, self.frozen = max(self.aborted, self.frozen), None
+        frozen = self.frozen if index not in self.model else None
+        if frozen is not None and attempt >= frozen:
+            self.aborted, self.frozen = max(self.aborted, frozen), None
+            frozen = None
         overtaken = self.ledger.entries.get(index)
-        expected = self.frozen is None and not self.refused(index, try_)
+        expected = frozen is None and not self.refused(index, try_)
         if decision.do is Do.REFUSE:
             late = overtaken is not None and overtaken.attempt_try > try_
             assert not expected or late, decision
