@@ -207,7 +207,8 @@ class Averaging:
             try:
                 await self._order(group, member, order, self._shares(group.members))
             except CallFailedError as error:
-                self.leader.expel(attempt.step, member, error.message)
+                if error.kind == "refused":  # else its round failed, maybe through another
+                    self.leader.expel(attempt.step, member, error.message)
 
         await asyncio.gather(
             *(ask(g, name) for g in attempt.groups for name in self.owing.intersection(g.members)),

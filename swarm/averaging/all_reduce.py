@@ -19,8 +19,9 @@ memory. Everybody, the owner included, takes the rounded sum, so all hold the sa
 
 In a round whose plan is direct (`plan.is_direct`) the part of each is the whole, and no sums come
 back: one hop instead of two. All add the same terms in the same order: what they decode, their own
-contribution like the others', so again all hold the same bytes. Who is done closes its streams,
-and what the transport still has of its contributions arrives.
+contribution like the others', so again all hold the same bytes. Who is done says 0x02 on the
+streams that others have dialled. Nobody's round waits for that, but who dialled keeps the stream
+open until then: libp2p may lose all of one that is ended before the other side has it.
 
 Why not hivemind's averager: when a reducer dies it reports success with local values in that part,
 so replicas diverge; and for the same bytes it takes longer (docs/results.md). Here a round has a
@@ -55,6 +56,7 @@ from swarm.errors import StreamClosedError, WireError
 from swarm.net.links import peer_of
 from swarm.net.stream_limit import StreamLimit
 from swarm.net.transport import Stream, Transport
+from swarm.tasks import TaskSet
 from swarm.wire.frames import check_no_tensors, protocol_name, read_frame
 
 PROTOCOL = protocol_name("reduce")
@@ -96,6 +98,7 @@ class GroupAllReduce:
         self._ended: dict[str, RoundFailedError | None] = {}
         self._parked: dict[_Parked, str] = {}  # -> peer id
         self._unread = StreamLimit("reduce", self.limits.max_unread_of_one, self.limits.max_unread)
+        self._lingering = TaskSet()  # streams of rounds that are over here and not there
         self._closed = False
 
     def serve(self) -> None:
@@ -146,7 +149,7 @@ class GroupAllReduce:
         if len(members) == 1:
             await round_alone(local, out)
             return (0,)
-        current = Round(round_id, me, plan, data, result, self.limits)
+        current = Round(round_id, me, plan, data, result, self.limits, self._lingering)
         self._rounds[round_id] = current
         for parked in [p for p in self._parked if p.header["round"] == round_id]:
             if not parked.started.done():
@@ -240,6 +243,7 @@ class GroupAllReduce:
         for current in list(self._rounds.values()):
             current.fail(RoundFailedError("this member stops", peer=current.me))
             await current.ended.wait()
+        await self._lingering.aclose()
 
 
 __all__ = ["PROTOCOL", "GroupAllReduce", "Limits", "RoundFailedError"]

@@ -84,6 +84,7 @@ class Link:
     contributed: bool = False  # it has taken all that I have for its part
     received: bool = False  # all that it has for my part has come in
     collected: bool = False  # I have all sums of its part
+    taken: bool = False  # of a direct round: it has said that it has all
     replied: bool = False  # it has taken all sums of my part
     gone: asyncio.Event = field(default_factory=asyncio.Event)  # its stream is no longer served
     seen: tuple[int, ...] = ()

@@ -18,7 +18,7 @@ from swarm.net.transport import Buffer, Stream
 from swarm.tasks import TaskSet
 from swarm.wire.frames import check_no_tensors, encode_frame, read_frame
 
-_SUM, _NOTICE = b"\x01", b"\x00"
+_SUM, _NOTICE, _TAKEN = b"\x01", b"\x00", b"\x02"
 MAX_NOTICE_BYTES = 4096
 _MAX_REASON = 300
 
@@ -30,7 +30,7 @@ class Limits:
     start_s: float = 30.0  # for all members to begin, once one has
     silence_s: float = 10.0  # without a byte from a peer that owes some
     settle_s: float = 0.5  # for a member that gives up to say why, and to be heard
-    linger_s: float = 60.0  # for a peer to take the last sums out of the transport
+    linger_s: float = 60.0  # for a peer to take the last bytes out of the transport
     window: int = 4  # chunks per peer that have come in and wait for those of others
     max_unread: int = 512  # streams that have not said yet of which round they are
     max_unread_of_one: int = 16
@@ -49,8 +49,10 @@ class Round:
         data: memoryview,
         result: memoryview,
         limits: Limits,
+        lingering: TaskSet,
     ) -> None:
         self.round_id, self.me, self.plan, self.limits = round_id, me, plan, limits
+        self._lingering = lingering  # outlives this round
         self.index = plan.members.index(me)
         self._data, self._result = data, result
         self._dtype = np.dtype(plan.accumulate)
@@ -139,6 +141,8 @@ class Round:
         try:
             await asyncio.wait((receive, reply))
             failed = self.failure is not None
+            if self.plan.direct and not failed:
+                await stream.send([_TAKEN])
             await _drain(stream, self.limits.settle_s if failed else self.limits.linger_s)
         finally:
             link.gone.set()
@@ -183,6 +187,9 @@ class Round:
         self._check_done()
         try:  # it may still give up, because of another member
             status = await stream.receive_exactly(1)
+            if status == _TAKEN and self.plan.direct:
+                link.taken = True
+                status = await stream.receive_exactly(1)
         except StreamClosedError:
             if link.complete:
                 return
@@ -334,12 +341,16 @@ class Round:
             pass
 
     async def _hang_up(self) -> None:
-        """All is well here. What I gave and is still under way arrives all the same, for the peers
-        that need it: in a direct round nothing that came back has said that they have it."""
+        """All is well here, and peers may still need what I gave. Sums that came back say that
+        they have it; in a direct round its own word does, which nobody waits for here."""
         for link in self._links.values():
-            if link.dialled is not None:
+            if link.dialled is None:
+                continue
+            if self.plan.direct and not link.taken:
+                self._lingering.spawn(_close_once_taken(link.dialled, self.limits.linger_s))
+            else:
                 await link.dialled.close()
-                link.dialled = None
+            link.dialled = None
 
     def _abort_dialled(self) -> None:
         for link in self._links.values():
@@ -398,6 +409,18 @@ def _notice(why: str, suspect: str) -> list[Buffer]:
 
 def _printable(text: str) -> str:
     return "".join(c if c.isprintable() else "?" for c in text[:_MAX_REASON])
+
+
+async def _close_once_taken(stream: Stream, limit_s: float) -> None:
+    """End a stream when the peer has what was sent on it. Not before: libp2p may lose all of a
+    stream that is ended before the other side has agreed to its protocol."""
+    try:
+        async with asyncio.timeout(limit_s):
+            await stream.receive_exactly(1)
+    except (StreamClosedError, TimeoutError):
+        pass
+    finally:
+        await stream.close()
 
 
 async def _drain(stream: Stream, limit_s: float) -> None:

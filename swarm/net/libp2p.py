@@ -5,7 +5,9 @@ multiplexes them over one connection per pair of peers, and vouches for the remo
 
 The daemon has no half-close: when one side ends, it ends the other direction too. So after
 `close()` this side can no longer receive; what was sent before still arrives, also when the other
-side is slow or sending at that moment.
+side is slow or sending at that moment. But who has dialled must not close before anything shows
+that the other side knows of the stream (an answer, say): until then the daemons still agree on its
+protocol, and now and then (2 of 4,000 here) all of it is lost, without an error at either side.
 """
 
 from __future__ import annotations

@@ -40,7 +40,10 @@ class Stream(Protocol):
         """Fill `buffer` with the next bytes. Raises StreamClosedError if the stream ends first."""
 
     async def close(self) -> None:
-        """End our side; the peer sees the end after the last byte sent. Idempotent."""
+        """End our side; the peer sees the end after the last byte sent. Idempotent.
+
+        Of a stream that was dialled here and on which nothing has come back yet, libp2p may lose
+        all."""
 
     def abort(self) -> None:
         """Drop the stream at once: pending sends and receives here and there raise. Idempotent."""

@@ -23,6 +23,7 @@ from swarm.averaging.plan import (
     make_plan,
 )
 from swarm.net.memory import MemoryNetwork
+from swarm.net.memory_stream import MemoryStream
 from swarm.sim.virtual_time import run
 from swarm.wire.codecs import decode, encode
 from swarm.wire.frames import encode_frame
@@ -490,6 +491,33 @@ def test_who_is_done_first_leaves_what_the_other_needs() -> None:
         await asyncio.sleep(1.0)
         assert not any(transport.streams for transport in group.network.transports.values())
 
+    simulate(lambda: Group(2, 80_000, torch.float32), script)
+
+
+def test_no_stream_of_a_direct_round_is_ended_before_the_other_has_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Libp2p may lose all of a stream that is."""
+    closed_at, close = list[float](), MemoryStream.close
+
+    async def noted(self: MemoryStream) -> None:
+        closed_at.append(asyncio.get_running_loop().time())
+        await close(self)
+
+    async def script(group: Group) -> None:
+        slow, fast = group.members
+        group.network.rates["peer0", "peer1"] = 1e6
+        tasks = {m: asyncio.ensure_future(group.member(m)) for m in group.members}
+        await asyncio.wait([tasks[slow]])
+        assert not tasks[fast].done()
+        await asyncio.wait([tasks[fast]])
+        ended_at = asyncio.get_running_loop().time()
+        await asyncio.sleep(1.0)
+        assert len(closed_at) == 2
+        assert min(closed_at) >= ended_at
+        assert not any(transport.streams for transport in group.network.transports.values())
+
+    monkeypatch.setattr(MemoryStream, "close", noted)
     simulate(lambda: Group(2, 80_000, torch.float32), script)
 
 
