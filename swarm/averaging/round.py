@@ -343,6 +343,7 @@ class Round:
     async def _hang_up(self) -> None:
         """All is well here, and peers may still need what I gave. Sums that came back say that
         they have it; in a direct round its own word does, which nobody waits for here."""
+        await self._tasks.aclose()  # a stream has one receiver at a time
         for link in self._links.values():
             if link.dialled is None:
                 continue
