@@ -52,15 +52,19 @@ def kept(path: Path) -> list[Row]:
 
 
 def medians(rows: Iterable[Row], fields: Sequence[str], value: str) -> list[Row]:
-    """One row of each run for what is equal in `fields`: its last, with the median of `value`; of
-    those measured, or of bounds where there are no others."""
+    """One row of each run for what is equal in `fields`: one next to the median of `value`, with
+    that median and as `least` what the slowest round had, or a round that stalled would not show;
+    of those measured, or of bounds where there are no others."""
     groups: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         groups.setdefault((row["run"], *(row[name] for name in fields)), []).append(row)
     found: list[Row] = []
     for group in groups.values():
         counted = [row for row in group if row["steps"]] or group
-        found.append({**counted[-1], value: statistics.median(row[value] for row in counted)})
+        values = [float(row[value]) for row in counted]
+        median = statistics.median(values)
+        typical = min(reversed(counted), key=lambda row: abs(row[value] - median))
+        found.append({**typical, value: median, "least": min(values)})
     return found
 
 

@@ -329,11 +329,12 @@ def line_of(row: Row) -> str:
     window = "+keep" if row["keep_window"] else ""
     below = "" if row["steps"] else "<"
     share = f"{below}{row['share']:.3f}" if row.get("share") is not None else ""
-    hub = row["lab"]["hub"]
+    hub, least = row["lab"]["hub"], row.get("least", row["tokens_per_s"])
     late = f"; hub dropped {hub['dropped']}, late {1e3 * hub['latest_s']:.0f} ms" if hub else ""
     extra = "".join(
         text
         for text, shown in (
+            (f"   slowest round {least:,.0f}", least < row["tokens_per_s"]),
             (f"   {row['model']}", row["model"] != "paced"),
             (f"   {row['parameters']:,} averaged", row["parameters"]),
             (f"   {row['microbatches']} × 4,096 tokens a step", row["microbatches"] != STEP),
@@ -359,6 +360,8 @@ def entries(rows: Sequence[Row]) -> list[dict[str, Any]]:
         if not row["steps"]:
             metric += ", at most"
         measured = [result(metric, row["tokens_per_s"], "tokens/s")]
+        if row.get("least", row["tokens_per_s"]) < row["tokens_per_s"]:
+            measured.append(result(f"{metric}, slowest round", row["least"], "tokens/s"))
         if row["setting"] == TORCH:
             factor = over_torch(rows, row)
             if factor is not None:

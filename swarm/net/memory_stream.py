@@ -129,6 +129,7 @@ class MemoryStream:
         outgoing.streams.append(self)
         incoming.streams.append(self)
         self._closed = False
+        self._sending = self._receiving = False
         self._aborted: StreamClosedError | None = None  # here; the other end may not know yet
 
     @property
@@ -145,13 +146,19 @@ class MemoryStream:
         return self._out.broken or self._in.broken
 
     async def send(self, parts: Sequence[Buffer]) -> None:
+        if self._sending:
+            raise RuntimeError("one sender at a time")
         data = b"".join(parts)
-        while (
-            not self._out.ended
-            and not self._aborted
-            and self._out.in_flight_bytes + self._out.unread_bytes > WINDOW_BYTES
-        ):
-            await self._out.wait()
+        self._sending = True
+        try:
+            while (
+                not self._out.ended
+                and not self._aborted
+                and self._out.in_flight_bytes + self._out.unread_bytes > WINDOW_BYTES
+            ):
+                await self._out.wait()
+        finally:
+            self._sending = False
         if self._aborted or self._out.ended or self._closed:
             closed = StreamClosedError("this side has closed the stream")
             raise self._aborted or self._out.ended or closed
@@ -159,6 +166,8 @@ class MemoryStream:
             self._out.push(data)
 
     async def receive_exactly(self, num_bytes: int) -> bytes:
+        if self._receiving:
+            raise RuntimeError("one receiver at a time")
         pipe = self._in
         if pipe.inbox and num_bytes < len(pipe.inbox[0]) and not self._aborted:
             piece = pipe.inbox[0]  # most reads are of a part of what one send has brought
@@ -171,7 +180,15 @@ class MemoryStream:
         return bytes(buffer)
 
     async def receive_into(self, buffer: memoryview) -> None:
-        buffer = buffer.cast("B") if buffer.nbytes else buffer
+        if self._receiving:
+            raise RuntimeError("one receiver at a time")
+        self._receiving = True
+        try:
+            await self._fill(buffer.cast("B") if buffer.nbytes else buffer)
+        finally:
+            self._receiving = False
+
+    async def _fill(self, buffer: memoryview) -> None:
         filled, pipe = 0, self._in
         while filled < buffer.nbytes:
             while self._aborted or not pipe.inbox:

@@ -34,7 +34,9 @@ class Stream(Protocol):
         """
 
     async def receive_exactly(self, num_bytes: int) -> bytes:
-        """The next `num_bytes`. Raises StreamClosedError if the stream ends first."""
+        """The next `num_bytes`. Raises StreamClosedError if the stream ends first.
+
+        One receiver at a time: RuntimeError for another, as for a second sender."""
 
     async def receive_into(self, buffer: memoryview) -> None:
         """Fill `buffer` with the next bytes. Raises StreamClosedError if the stream ends first."""

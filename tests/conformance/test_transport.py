@@ -212,6 +212,30 @@ async def check_cancelled_receive_loses_nothing(peers: list[Transport]) -> None:
     assert await there.receive_exactly(5) == b"defgh"
 
 
+async def check_one_receiver_and_one_sender_at_a_time(peers: list[Transport]) -> None:
+    here, there, held = await pair(peers)
+    receiving = asyncio.create_task(there.receive_exactly(5))
+    await asyncio.sleep(0)
+    for second in (there.receive_exactly(1), there.receive_into(memoryview(bytearray(1)))):
+        with pytest.raises(RuntimeError, match="one receiver"):
+            await second
+    await here.send([b"again"])
+    assert await receiving == b"again"
+
+    async def send_for_ever() -> None:
+        while True:
+            await here.send([bytes(MIB)])
+
+    senders = [asyncio.create_task(send_for_ever()) for _ in range(2)]
+    refused, waiting = await asyncio.wait(senders, return_when=asyncio.FIRST_COMPLETED)
+    with pytest.raises(RuntimeError, match="one sender"):
+        await refused.pop()
+    for each in waiting:
+        each.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+    held.done.set()
+
+
 async def check_dial_what_is_not_there(peers: list[Transport]) -> None:
     peers[1].serve("/echo/1", echo)
     with pytest.raises(UnreachableError):

@@ -512,7 +512,7 @@ def test_no_stream_of_a_direct_round_is_ended_before_the_other_has_all(
         assert not tasks[fast].done()
         await asyncio.wait([tasks[fast]])
         ended_at = asyncio.get_running_loop().time()
-        await asyncio.sleep(1.0)
+        await asyncio.sleep(1.0)  # of virtual time: what the other says, and the ends, arrive
         assert len(closed_at) == 2
         assert min(closed_at) >= ended_at
         assert not any(transport.streams for transport in group.network.transports.values())

@@ -3,16 +3,21 @@ counted its own. What comes between ends the attempt, and never shows in the res
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from peer.averaging import CONFIRM_S, Averaging
 from peer.calls import MicrobatchCall
 from peer.commits import Commits
 from peer.stage_server import StageServer
+from swarm.averaging.errors import RoundFailedError
+from swarm.averaging.policy import ExactPolicy, Update
 from swarm.ledger import Do, Ledger
 from swarm.net.channel import CallFailedError, Message
+from swarm.step import Group
 from swarm.terms import Term
 from swarm.wire.codecs import WireTensor
 from tests.protocol.simulated import Fault, Swarm, baseline, plan
@@ -157,6 +162,39 @@ def test_who_has_not_counted_what_its_route_answered_for_is_not_waited_for(
     assert len(made_up) == 1
     (expelled,) = reasons(swarm)
     assert expelled.startswith("r2.")
+
+
+def test_nobody_is_expelled_for_saying_that_an_early_round_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Long after the step was complete, when those who owe have been sent the order again."""
+    prepare, order, failed = ExactPolicy.prepare, Averaging._order, list[str]()
+
+    async def fail(
+        self: ExactPolicy, round_id: str, members: Sequence[str], *others: Any
+    ) -> Update:
+        stage, step = round_id.split("/")[-3:-1]
+        if (stage, step) != ("0", "1") or len(failed) >= len(members):
+            return await prepare(self, round_id, members, *others)
+        failed.append(round_id)
+        await asyncio.sleep(CONFIRM_S + 5.0)
+        raise RoundFailedError("has been silent", peer=members[-1])
+
+    async def answered_last(self: Averaging, group: Group, member: str, *others: Any) -> Any:
+        try:
+            return await order(self, group, member, *others)
+        except CallFailedError:
+            if others[0].early:  # both orders are answered at once, in either order
+                await asyncio.sleep(0.01)
+            raise
+
+    monkeypatch.setattr(ExactPolicy, "prepare", fail)
+    monkeypatch.setattr(Averaging, "_order", answered_last)
+    swarm = Swarm(replicas=(2, 1, 1), plan=plan(6, 3))
+    assert swarm.run(limit_s=60)["sha256"] == baseline(3, 6)[0]
+    assert len(failed) == 2
+    assert attempt_of(swarm, 1) == 2
+    assert reasons(swarm) == []
 
 
 def test_an_early_order_waits_for_what_lacks_and_for_nothing_else() -> None:

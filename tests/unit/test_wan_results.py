@@ -70,6 +70,17 @@ def test_rounds_count_as_their_median_and_the_newest_run_counts() -> None:
     assert [each["tokens_per_s"] for each in older] == [6.0]
 
 
+def test_a_round_that_stalled_shows() -> None:
+    lab = {"lines": [], "hub": {}}
+    rows = [row("lan", rate, lab=lab) for rate in (70.0, 80.0)]
+    rows.append(row("lan", 2.0, steps=1, lab=lab))
+    (found,) = throughput(rows)
+    assert (found["tokens_per_s"], found["steps"], found["least"]) == (70.0, 5, 2.0)
+    assert "slowest round 2" in line_of(found)
+    (slowest,) = [each for each in entries([found]) if "slowest" in each["metric"]]
+    assert slowest["value"] == 2.0
+
+
 def test_a_share_is_of_the_best_on_lan_under_the_same_policy_step_and_model() -> None:
     rows = [
         row("lan", 8.0, setting="int8"),
@@ -142,7 +153,8 @@ def test_a_bound_stands_for_what_was_measured_only_where_nothing_was() -> None:
         (each["metric"].endswith("at most"), each["goal"]) for each in entries([{**poor, **lab}])
     ]
     assert said == [(True, None), (False, None)]
-    assert [each["goal"] for each in entries([{**home, **lab}])] == [None, ">= 0.9"]
+    goals = [each["goal"] for each in entries([{**home, **lab}])]
+    assert goals == [None, None, ">= 0.9"]  # the median, the slowest round, the share
 
 
 def test_a_bound_is_drawn_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
