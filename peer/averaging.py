@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from peer.calls import count
 from peer.microbatches import MAX_FAILURES, RETRY_S
 from swarm.agreement import agree
-from swarm.averaging.plan import MAX_MEMBERS, balanced_shares, link_rates
+from swarm.averaging.plan import MAX_MEMBERS, balanced_shares, learned_rate, link_rates
 from swarm.averaging.progress import MAX_RATE
 from swarm.errors import RefusedError, StageFailedError, StreamClosedError, WireError
 from swarm.names import brief
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 MAX_NORMS = 1 << 20  # parameters in a stage
 CONFIRM_S = 10.0  # after which who owes an early attempt is sent the order again
-NEW_RATE = 0.5  # how much the last round weighs beside those before
 MAX_SQUARED = 1e100  # float32 values cannot reach it
 
 
@@ -262,12 +261,11 @@ class Averaging:
             came = [prepared.rates[member] for member in group.members]
             if any(len(row) != len(group.members) for row in came):
                 continue
-            for member, new in zip(group.members, link_rates(came), strict=True):
-                old = self._rates.get(member, (0.0, 0.0))
-                sent, received = (
-                    before + (now - before) * NEW_RATE if before and now else now or before
-                    for before, now in zip(old, new, strict=True)
-                )
+            seen = link_rates(came)
+            fastest = [max(rates) for rates in zip(*seen, strict=True)]
+            for member, now in zip(group.members, seen, strict=True):
+                before = self._rates.get(member, (0.0, 0.0))
+                sent, received = map(learned_rate, before, now, fastest)
                 self._rates[member] = (sent, received)
 
     async def _order(

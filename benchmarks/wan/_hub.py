@@ -5,8 +5,8 @@ of its device as IP packets, waits here (`_profiles.Line`, `_profiles.Way`) and 
 receiver's. Not every kernel has netem, hence this.
 
 Where nothing is lost on the way, devices hand over what TCP would send in one burst as one packet
-with a header that says how it is to be cut (`IFF_VNET_HDR`, TSO): fewer packets, equal bytes, and
-the segments on the line are still those of MTU 1500. Where packets are lost each travels alone.
+with a header that says how it is to be cut (`IFF_VNET_HDR`, TSO): fewer packets, while the line is
+charged for the headers of all that it would be cut into. Where packets are lost each travels alone.
 
     python _hub.py PROFILE SEED NAMESPACE=ADDRESS…      ends when its standard input closes
 """
@@ -17,6 +17,7 @@ import fcntl
 import heapq
 import itertools
 import json
+import math
 import os
 import select
 import socket
@@ -33,6 +34,7 @@ IFF_TUN, IFF_NO_PI, IFF_VNET_HDR = 0x0001, 0x1000, 0x4000
 TUN_F_CSUM, TUN_F_TSO4 = 0x01, 0x02
 VNET_HEADER_BYTES = 10
 LARGEST_BYTES = VNET_HEADER_BYTES + 65535
+GSO_NONE = 0
 READS_IN_A_ROW = 16  # from one device before the others and the clock get their turn
 AT_DOWNLINK, AT_HOST = 0, 1
 
@@ -49,6 +51,18 @@ def open_device(namespace: str, *, bursts: bool) -> int:
     return device
 
 
+def bytes_of_burst(packet: bytes) -> int:
+    """What a device handed over with IFF_VNET_HDR, as IP packets on a cable."""
+    size = len(packet) - VNET_HEADER_BYTES
+    _, kind, _, segment = struct.unpack_from("=BBHH", packet)
+    if kind == GSO_NONE:
+        return size
+    ip_headers = 4 * (packet[VNET_HEADER_BYTES] & 0x0F)
+    tcp_headers = 4 * (packet[VNET_HEADER_BYTES + ip_headers + 12] >> 4)
+    headers = ip_headers + tcp_headers
+    return size + headers * (math.ceil((size - headers) / segment) - 1)
+
+
 class Hub:
     def __init__(self, profile: Profile, seed: int, hosts: Sequence[tuple[str, str]]) -> None:
         homes: list[Home] = [home for n in range(len(hosts)) if (home := profile.of(n))]
@@ -59,7 +73,8 @@ class Hub:
         self.up = [Line(home.up_bps) for home in homes]
         self.down = [Line(home.down_bps) for home in homes]
         self.ways = list(ways(homes, seed))
-        self.due: list[tuple[float, int, int, int, bytes]] = []
+        # When, in what order, where, to whom, what, and how many bytes of a line it takes.
+        self.due: list[tuple[float, int, int, int, bytes, int]] = []
         self.order = itertools.count()
         self.late_s = 0.0
         self.packets = 0
@@ -89,21 +104,24 @@ class Hub:
             if to is None:  # IPv6 neighbours, multicast
                 continue
             self.packets += 1
-            left = line.send(len(packet) - skip, time.monotonic())
+            size = bytes_of_burst(packet) if self.bursts else len(packet)
+            left = line.send(size, time.monotonic())
             arrives = None if left is None else there[to].travel(left)
             if arrives is not None:
-                heapq.heappush(self.due, (arrives, next(self.order), AT_DOWNLINK, to, packet))
+                entry = (arrives, next(self.order), AT_DOWNLINK, to, packet, size)
+                heapq.heappush(self.due, entry)
 
     def _pass_on(self) -> None:
         """What is due by now. Times are those planned: being woken late delays nothing after."""
         now = time.monotonic()
         due = self.due
         while due and due[0][0] <= now:
-            at, _, place, to, packet = heapq.heappop(due)
+            at, _, place, to, packet, size = heapq.heappop(due)
             if place == AT_DOWNLINK:
-                through = self.down[to].send(len(packet) - self.skip, at)
+                through = self.down[to].send(size, at)
                 if through is not None:
-                    heapq.heappush(due, (through, next(self.order), AT_HOST, to, packet))
+                    entry = (through, next(self.order), AT_HOST, to, packet, size)
+                    heapq.heappush(due, entry)
                 continue
             self.late_s = max(self.late_s, now - at)
             try:

@@ -44,6 +44,12 @@ POOR = (
     "--policy delayed --keep-window --microbatch-size 1 --profiles lan poor"
     ' --settings "subspace-8 int4"'
 )
+QUARTER = "--ahead 0.25 --microbatches 64 --seconds 20"
+# What `poor` has to be compared with too: on `lan` larger microbatches might do better.
+LARGER = (
+    f"--policy delayed --keep-window --profiles lan {QUARTER} --rounds 3"
+    ' --settings "subspace-8 int4"'
+)
 WIDE = (
     "--keep-window --seconds 12 --limit 600 --torch"
     ' --settings "subspace-32 int4" bfloat16 int8 int4'
@@ -64,9 +70,10 @@ COMMANDS = {
     # Four steps and more: one takes 3.4 s on `lan`, 4.2 s on `poor`, more with cubic.
     "poor_quarter_ahead": Command(
         6,
-        f"throughput.py {POOR} --congestion bbr cubic --ahead 0.25 --microbatches 64 --seconds 20"
-        " --rounds 3",
+        f"throughput.py {POOR} {QUARTER} --congestion bbr cubic --rounds 3",
     ),
+    "lan_of_2": Command(1.5, f"throughput.py {LARGER} --microbatch-size 2"),
+    "lan_of_4": Command(1.5, f"throughput.py {LARGER} --microbatch-size 4"),
     "averaged": Command(1, f"throughput.py {AVERAGED} --parameters 100000"),
     "averaged_more": Command(1, f"throughput.py {AVERAGED} --parameters 1000000"),
     "wide": Command(18, f"throughput.py {WIDE} --profiles lan fibre home"),

@@ -72,7 +72,7 @@ def config_of(
 async def count(config: RunConfig, peers: Mapping[int, int], steps: int) -> Counted:
     """What so many steps took."""
     at: list[list[Traffic]] = []
-    with Lab("lan", 1 + sum(peers.values())) as lab:
+    with Lab("lan", 1 + sum(peers.values()), bursts=False) as lab:
         lines = given(lab)
         with lab_swarm(lab, config, peers, None) as swarm:
             swarm._on_step = lambda step: at.append([traffic_of(host) for host in lab.hosts[1:]])

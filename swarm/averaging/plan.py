@@ -30,6 +30,8 @@ ALIGN_ELEMENTS = 16  # parts begin on 64-byte boundaries of the float32 result
 ACCUMULATE_BYTES = {"float64": 8, "float32": 4}
 EXACT = "float32"  # the codec that sends contributions as they are, and sums as float32
 SHARE_UNITS = 1024
+NEW_RATE = 0.5  # how much the last round weighs beside those before
+UNSEEN_GAINS = 1.1  # in a round that shows nothing of a link
 MAX_SHARE = 1 << 20
 MAX_MEMBERS = 1024
 # What a member may send in a direct round that costs more bytes than parts would: all of it takes
@@ -203,6 +205,18 @@ def link_rates(came: Sequence[Sequence[float]]) -> list[tuple[float, float]]:
     and at all others, so that they add up to what a link carries.
     """
     return [(sum(row[j] for row in came), sum(came[j])) for j in range(len(came))]
+
+
+def learned_rate(before: float, now: float, fastest: float) -> float:
+    """What is believed of a link after a round that showed `now` of it, 0 for nothing.
+
+    Nothing is seen of the downlink of who summed nothing, nor of the uplink of who summed all. Such
+    a link may have become better since: it counts as a little faster each time, up to the `fastest`
+    of the group, until its owner is given another part and it is measured again.
+    """
+    if before and now:
+        return before + (now - before) * NEW_RATE
+    return now or min(before * UNSEEN_GAINS, max(before, fastest))
 
 
 def balanced_shares(

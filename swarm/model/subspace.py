@@ -67,6 +67,7 @@ class Basis:
         self.hidden, self.k, self.vocab_size, self.layers = hidden, k, vocab_size, layers
         self.u = orthonormal(hidden, k, derive_seed(seed, "subspace", "basis"))
         self.ut = self.u.T.contiguous()
+        self._on: dict[torch.device, Basis] = {}
         self._std, self._table_seed = std, derive_seed(seed, "subspace", "tokens")
 
     @cached_property
@@ -105,14 +106,17 @@ class Basis:
             )
 
     def to(self, device: str | torch.device) -> Basis:
-        """The same on another device; shares memory with this one where it is there already."""
-        moved = copy.copy(self)
-        moved.u, moved.ut = self.u.to(device), self.ut.to(device)
-        if torch.device(device).type == "meta":
-            moved.table = torch.empty(self.vocab_size, self.hidden, device=device)
-        else:
-            moved.table = self.table.to(device)
-        return moved
+        """The same on another device; all stages that are built there share its one copy."""
+        device = torch.device(device)
+        if device not in self._on:
+            moved = copy.copy(self)
+            moved.u, moved.ut = self.u.to(device), self.ut.to(device)
+            if device.type == "meta":
+                moved.table = torch.empty(self.vocab_size, self.hidden, device=device)
+            else:
+                moved.table = self.table.to(device)
+            self._on[device] = moved
+        return self._on[device]
 
     def frozen(self, tokens: Tensor) -> Tensor:
         """(batch, seq) token ids to (batch, seq, hidden)."""

@@ -19,6 +19,7 @@ from swarm.averaging.plan import (
     MAX_SHARE,
     balanced_shares,
     chunk_sizes,
+    learned_rate,
     link_rates,
     make_plan,
     split,
@@ -204,12 +205,29 @@ def test_the_leader_learns_links_round_by_round() -> None:
     assert shares is not None
     assert shares[2] < shares[0] == shares[1]
     round_of([0, 8_000, 3_000], [8_000, 0, 3_000], [0, 0, 0])
-    assert averaging._rates["c"] == (4_000.0, 16_000.0)  # half way; nothing new of what it gets
+    assert averaging._rates["c"] == (4_000.0, 16_000.0)  # half way; of what it gets nothing
     round_of([], [], [])  # of a policy that does not measure
     assert averaging._rates["c"] == (4_000.0, 16_000.0)
     for odd in (None, [-1, 0, 0], [0.5], ["x"], [1 << 63], [0] * 1025):
         with pytest.raises(WireError):
             Prepared([], 0.0).note_rates("a", {"rates": odd})
+
+
+def test_a_link_that_became_better_is_tried_again() -> None:
+    """Who sums nothing receives no contributions: its downlink is never seen, and was slow once."""
+    links = [(8_000.0, 8_000.0), (8_000.0, 8_000.0), (8_000.0, 10.0)]
+    shares = balanced_shares(links, 4, 4)
+    assert shares is not None
+    assert shares[2] == 0
+    believed = links[2][1]
+    rounds = 0
+    while shares is not None and not shares[2]:
+        believed, rounds = learned_rate(believed, 0, 8_000.0), rounds + 1
+        shares = balanced_shares([*links[:2], (8_000.0, believed)], 4, 4)
+    assert rounds < 100
+    assert learned_rate(7_900.0, 0, 8_000.0) == 8_000.0  # as fast as the fastest at most
+    assert learned_rate(9_000.0, 0, 8_000.0) == 9_000.0
+    assert learned_rate(0.0, 0, 8_000.0) == 0.0
 
 
 @pytest.mark.parametrize("shares", [[1, 1, 1], [0, 0, 1], [MAX_SHARE] * 3], ids=str)

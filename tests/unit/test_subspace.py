@@ -294,3 +294,15 @@ def test_the_recommended_setting_with_rounded_gradients_keeps_replicas_equal(
     assert expelled == {"r1.0#1"}
     losses = [result.loss for result in swarm.results]
     assert losses == pytest.approx([math.log(256)] * 3, rel=1e-2), "random bytes teach nothing"
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_stages_of_one_device_share_a_frozen_table(device: str) -> None:
+    """It may be a gigabyte, and the delayed policy builds a stage three times."""
+    pipeline = a_pipeline()
+    assert pipeline.basis is not None
+    one, other = (pipeline.build_stage(0, device).basis for _ in range(2))
+    assert one is not None
+    assert one is other
+    assert one.table.device.type == device
+    assert pipeline.basis.to("cpu").table is pipeline.basis.table
