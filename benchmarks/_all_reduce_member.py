@@ -1,13 +1,16 @@
 """One member of `benchmarks/all_reduce.py`, a process of its own: does what stdin says, answers.
 
-Sides: `ours`, and `bare`: the same bytes over the same streams in the same chunks, nobody summing
-and nobody waiting for a sum; `gloo`; and, in processes of their own because it forks, `hivemind`.
+Sides: `ours`, over one or several `connections` to each member, each of a daemon of its own with an
+equal part of the data, since two daemons share one; `bare`: the same bytes over the same streams in
+the same chunks, nobody summing and nobody waiting for a sum; `gloo`; and, in processes of their own
+because it forks, `hivemind`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import sys
 import time
@@ -103,16 +106,22 @@ async def streams_member() -> None:
     from swarm.averaging.plan import make_plan
     from swarm.net.libp2p import Libp2pTransport
 
-    listen = sys.argv[2] if len(sys.argv) > 2 else "127.0.0.1"
-    transport = await Libp2pTransport.create(listen=[f"/ip4/{listen}/tcp/0"])
-    answer(peer=transport.peer_id, addresses=transport.addresses)
+    listen, connections = sys.argv[2], int(sys.argv[3])
+    transports = [
+        await Libp2pTransport.create(listen=[f"/ip4/{listen}/tcp/0"]) for _ in range(connections)
+    ]
+    answer(ends=[[transport.peer_id, transport.addresses] for transport in transports])
     told = await ask()
-    addresses, rank = told["addresses"], told["rank"]
-    members = sorted(addresses)
+    rank, groups = told["rank"], [sorted(addresses) for addresses in told["groups"]]
+    members = groups[0]
     dist.init_process_group("gloo", init_method=told["gloo"], rank=rank, world_size=len(members))
-    reducer = GroupAllReduce(transport, addresses=lambda peer: addresses[peer])
-    reducer.serve()
-    bare = BareStreams(transport, addresses)
+    reducers = [
+        GroupAllReduce(transport, addresses=addresses.__getitem__)
+        for transport, addresses in zip(transports, told["groups"], strict=True)
+    ]
+    for reducer in reducers:
+        reducer.serve()
+    bare = BareStreams(transports[0], told["groups"][0])
     answer(ready=True)
     count = 0
     while True:
@@ -128,7 +137,15 @@ async def streams_member() -> None:
         count += 1
         begun = time.perf_counter()
         if side == "ours":
-            await reducer.all_reduce(str(count), members, local, out)
+            bounds = [num * n // told["connections"] for n in range(told["connections"] + 1)]
+            await asyncio.gather(
+                *(
+                    reducer.all_reduce(str(count), group, local[begin:end], out[begin:end])
+                    for reducer, group, (begin, end) in zip(
+                        reducers, groups, itertools.pairwise(bounds), strict=False
+                    )
+                )
+            )
         elif side == "bare":
             await bare.run()
         else:

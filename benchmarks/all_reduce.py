@@ -99,16 +99,19 @@ class Members:
                 process.wait()
         self.log.close()
 
+    def introduce(self, gloo: str) -> None:
+        """Tell those of kind `streams` where the others are."""
+        ends = [heard["ends"] for heard in self.hear()]
+        self.tell(groups=[dict(group) for group in zip(*ends, strict=True)], gloo=gloo)
+        self.hear()
+
 
 def start_streams(num: int) -> Members:
-    members = Members("streams", num)
-    heard = members.hear()
+    members = Members("streams", num, lambda _, command: [*command, "127.0.0.1", "1"])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    addresses = {h["peer"]: h["addresses"] for h in heard}
-    members.tell(addresses=addresses, gloo=f"tcp://127.0.0.1:{port}")
-    members.hear()
+    members.introduce(f"tcp://127.0.0.1:{port}")
     return members
 
 
@@ -136,7 +139,9 @@ def measure(num: int, options: argparse.Namespace) -> dict[tuple[str, str, int],
         for mb, elements in sizes.items():
             for trial in range(options.rounds + 1):
                 for side, dtype in sides:
-                    seconds = streams.round(side=side, num_elements=elements, accumulate=dtype)
+                    seconds = streams.round(
+                        side=side, num_elements=elements, accumulate=dtype, connections=1
+                    )
                     if trial:
                         taken.setdefault((side, dtype, mb), []).append(seconds)
                 if hivemind is not None:

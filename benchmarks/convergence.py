@@ -415,7 +415,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=integers, default=[HIDDEN[0]], help="comma-separated")
     parser.add_argument("--all", action="store_true", help="every setting and hidden size: hours")
     parser.add_argument("--seeds", type=integers, default=[0], help="comma-separated")
-    parser.add_argument("--tokens", type=int, default=3_000_000, help="trained per run")
+    parser.add_argument("--tokens", type=int, default=2_000_000, help="trained per run")
     parser.add_argument("--validation-tokens", type=int, default=VALIDATION_TOKENS)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--subspace-lr", type=float, help="whatever the width")

@@ -321,8 +321,12 @@ class Averaging:
         if error.kind in ("refused", "nonfinite"):
             leader.expel(step, member, error.message)
             return
-        suspect = error.detail.get("suspect") or member  # nobody named: its own computation failed
-        if isinstance(suspect, str) and suspect in step.active:
+        suspect = error.detail.get("suspect")
+        if not isinstance(suspect, str) or step.active.get(suspect) != step.active.get(member):
+            suspect = (
+                member  # nobody named: its own computation failed; or who was not in its round
+            )
+        if suspect in step.active:
             count = self._suspects[suspect] = self._suspects.get(suspect, 0) + 1
             alone = len(step.replicas(step.active[suspect])) == 1
             if alone and count >= MAX_FAILURES:

@@ -205,14 +205,13 @@ class StageServer:
     ) -> Sequence[WireTensor]:
         loop = asyncio.get_running_loop()
         arrived = loop.time()
-        arrivals = self.uploader.begin(tensors)
-        await self.slots.acquire(replay=call.replay)
-        work.holds_slot = True
-        if part.kept.works.get(call.index) is not work:
-            self._release(work)
-            raise asyncio.CancelledError
-        self.probe("forward", step=call.step, index=call.index)
         try:
+            arrivals = self.uploader.begin(tensors)
+            await self.slots.acquire(replay=call.replay)
+            work.holds_slot = True
+            if part.kept.works.get(call.index) is not work:
+                raise asyncio.CancelledError
+            self.probe("forward", step=call.step, index=call.index)
             timed = await self.compute.run(
                 Kind.FORWARD, lambda: self._run_forward(part, work, call, arrivals)
             )
@@ -283,6 +282,8 @@ class StageServer:
             )
         except (TransportError, WireError, JoinError) as error:  # or it greets as of another run
             raise CallFailedError("unreachable", str(error), hop=onward.hop) from None
+        except CallFailedError as error:  # nothing goes on but what the leader reads
+            raise CallFailedError(error.kind, error.message, hop=error.detail.get("hop")) from None
         self._check_answer(answer.body, onward)
         return answer, answer.tensors
 
@@ -303,8 +304,8 @@ class StageServer:
         self.probe("backward", step=call.step, index=call.index)
         graph = work.graph
         assert graph is not None
-        arrivals = self.uploader.begin(gradients)
         try:
+            arrivals = self.uploader.begin(gradients)
             timed = await self.compute.run(
                 Kind.BACKWARD,
                 lambda: self._run_backward(part, work, call, graph, arrivals, count_it=True),
@@ -343,18 +344,23 @@ class StageServer:
         gradients = arrivals.tensors()
         came_finite = not work.nonfinite and finite(gradients)
 
-        def check(answers: tuple[Tensor, ...]) -> None:
-            if count_it and not (came_finite and finite(answers)):
-                if came_finite and not call.nonfinite:
-                    raise NotFiniteError("its backward gives what is no number")
-                part.nonfinite = True
+        dx: list[WireTensor] = []
+
+        def check_and_encode(answers: tuple[Tensor, ...]) -> None:
+            """Both may fail, and must not once the gradients are in the accumulator."""
+            nonfinite = count_it and not (came_finite and finite(answers))
+            if nonfinite and came_finite and not call.nonfinite:
+                raise NotFiniteError("its backward gives what is no number")
+            dx.extend(
+                self.codecs.encode(answers, self.stage - 1, BACKWARD, (call.step, call.index))
+            )
+            settle(self.state.device)
+            part.nonfinite = part.nonfinite or nonfinite
 
         # Not the version that is the newest by now: a commit may have come since the forward.
-        answers = graph.state.backward(
-            graph, gradients or None, into=part.state if count_it else None, check=check
+        graph.state.backward(
+            graph, gradients or None, into=part.state if count_it else None, before=check_and_encode
         )
-        dx = self.codecs.encode(answers, self.stage - 1, BACKWARD, (call.step, call.index))
-        settle(self.state.device)
         return dx
 
     async def _recompute(
@@ -415,14 +421,18 @@ class StageServer:
 
         arrivals = self.uploader.begin(message.tensors)
 
-        def run() -> list[Tensor]:
-            batch, inputs = self._named(arrivals.tensors())
-            return list(self.state.evaluate(inputs, batch))
+        is_last = hop == len(route) - 1
 
-        outputs = (await self.compute.run(Kind.FORWARD, run)).value
-        if hop == len(route) - 1:
-            return Message({"loss": float(outputs[0])})
-        y = self.codecs.encode(outputs, self.stage, FORWARD, None)
+        def run() -> tuple[float, list[WireTensor]]:
+            batch, inputs = self._named(arrivals.tensors())
+            outputs = self.state.evaluate(inputs, batch)
+            if is_last:
+                return float(outputs[0]), []
+            return 0.0, self.codecs.encode(outputs, self.stage, FORWARD, None)
+
+        loss, y = (await self.compute.run(Kind.FORWARD, run)).value
+        if is_last:
+            return Message({"loss": loss})
         try:
             channel = await self.links.channel(route[hop + 1])
             fields = message.tensors[: len(self._fields)]

@@ -109,7 +109,9 @@ class ModelSection(Section):
         description="Your own stages: an installed `package.module:object`. Never sent over the "
         "network.",
     )
-    stages: int = Field(ge=1, le=1024, description="Number of stages. Left out: the length of cut.")
+    stages: int = Field(
+        ge=1, le=1024, description="Number of stages. With cut it may be left out: cut says it too."
+    )
     cut: Annotated[tuple[Count, ...], BeforeValidator(_list_to_tuple)] | None = Field(
         default=None,
         description="Layers per stage, as in [2, 2, 2]. Left out: balanced by cost.",
@@ -252,7 +254,10 @@ class OptimizerSection(Section):
         description="Adam's term against division by zero.",
     )
     weight_decay: float = Field(
-        default=0.1, ge=0, description="Decoupled decay; never on norms and biases."
+        default=0.1,
+        ge=0,
+        description="Weight decay, never of norms and biases: decoupled with adamw, added to the "
+        "gradient (L2) with sgd, any other as torch has it.",
     )
     momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum of sgd.")
     nesterov: bool = Field(
@@ -393,7 +398,7 @@ class UpdateSection(Section):
     accumulate: Literal["float64", "float32"] = Field(
         default="float64",
         description="float64: the same bits as one process, whatever fails. float32: half the "
-        "bytes, equal to about 1e-5 over 20 steps.",
+        "memory, two thirds of the bytes, equal to about 1e-5 over 20 steps.",
     )
 
 

@@ -25,7 +25,7 @@ from swarm.ahead import Ahead
 from swarm.model.layout import fingerprint
 from swarm.model.stage import Stage
 from swarm.optim import OptimizerSettings
-from swarm.stage_state import StageState
+from swarm.stage_state import StageState, tensor_like
 
 PREVIOUS = "previous"  # in `tensors`: the parameters that the oldest step begins with
 
@@ -134,7 +134,7 @@ class DelayedState:
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], updates: int) -> None:
         """Take over a state. WireError, and nothing changed, when names or sizes differ."""
-        previous = tensors[PREVIOUS]
+        previous = tensor_like(self._previous.parameters, tensors, PREVIOUS)
         self._newest.load(tensors, updates)
         self._previous.parameters.copy_(previous)
         self._previous.clear()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from swarm.errors import WireError
 from swarm.model.layout import ParameterLayout, fingerprint, sha256_of
 from swarm.model.stage import Stage, backward
 from swarm.optim import OptimizerSettings, make_optimizer
@@ -108,11 +109,11 @@ class StageState:
         gradients: Sequence[Tensor] | None,
         *,
         into: StageState | None,
-        check: Callable[[tuple[Tensor, ...]], None] = lambda answers: None,
+        before: Callable[[tuple[Tensor, ...]], None] = lambda answers: None,
     ) -> tuple[Tensor, ...]:
         """Gradients of the inputs of a graph of this state. Those of the parameters are added to
-        the accumulator of `into` (None: of nobody), unless `check` raises, which is shown those of
-        the inputs first.
+        the accumulator of `into` (None: of nobody), unless `before` raises, which is given those
+        of the inputs first: all that may fail belongs there.
 
         Either everything is added to the accumulator or, when this raises, nothing; but if adding
         itself raises, part of it may be in there, and `into` is `spoiled` until its `clear`.
@@ -120,7 +121,7 @@ class StageState:
         was_spoiled = into is not None and into.spoiled
         try:
             answers = backward(graph.inputs, graph.outputs, gradients)
-            check(answers)
+            before(answers)
             if into is not None:
                 into._dirty = into.spoiled = True
                 self.layout.grad_into(self.stage, into.accumulator)
@@ -173,13 +174,27 @@ class StageState:
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], updates: int) -> None:
         """Take over a state. WireError, and nothing changed, when names or sizes differ."""
+        parameters = tensor_like(self.parameters, tensors, "parameters")
         prefix = "optimizer."
         self.optimizer.load_state(
             {name[len(prefix) :]: each for name, each in tensors.items() if name.startswith(prefix)}
         )
-        self.parameters.copy_(tensors["parameters"])
+        self.parameters.copy_(parameters)
         self.updates = updates
         self.clear()
+
+
+def tensor_like(mine: Tensor, tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """That tensor of a state that came from elsewhere. WireError unless it is of my kind."""
+    theirs = tensors.get(name)
+    if theirs is None:
+        raise WireError(f"a state without {name!r}: it has {sorted(tensors)}")
+    if theirs.shape != mine.shape or theirs.dtype != mine.dtype:
+        raise WireError(
+            f"{name!r} of a state is {theirs.dtype} {tuple(theirs.shape)}, "
+            f"expected {mine.dtype} {tuple(mine.shape)}"
+        )
+    return theirs
 
 
 @dataclass(frozen=True, slots=True)

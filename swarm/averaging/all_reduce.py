@@ -227,9 +227,16 @@ class GroupAllReduce:
         return found
 
     def _make_room(self, peer: str) -> None:
-        """Its oldest stream gives way: most likely that of an attempt that was given up here."""
+        """Where too many wait, the oldest stream gives way. That of the same peer is most likely of
+        an attempt that was given up here. Of all, it is that of a stranger, whose addresses the run
+        does not know, and no stranger takes the place of another."""
         waiting = [each for each, owner in self._parked.items() if owner == peer]
-        if len(waiting) >= self.limits.max_parked_per_peer:
+        if len(waiting) < self.limits.max_parked_per_peer:
+            if len(self._parked) < self.limits.max_parked:
+                return
+            strangers = [e for e, owner in self._parked.items() if not self._addresses(owner)]
+            waiting = (strangers or list(self._parked)) if self._addresses(peer) else []
+        if waiting:
             del self._parked[waiting[0]]
             if not waiting[0].started.done():
                 waiting[0].started.set_result(None)

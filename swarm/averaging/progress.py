@@ -80,7 +80,6 @@ class Link:
     incoming: Stream | None = None
     reply: asyncio.Task[None] | None = None
     num_in: Count = field(default_factory=Count)  # chunks of my part that have come from it
-    num_sent: int = 0  # sends to it that have completed
     contributed: bool = False  # it has taken all that I have for its part
     received: bool = False  # all that it has for my part has come in
     collected: bool = False  # I have all sums of its part
@@ -97,5 +96,6 @@ class Link:
         return self.contributed and self.received and self.collected and self.replied
 
     def signs_of_life(self) -> tuple[int, ...]:
-        received = (s.received_bytes for s in (self.dialled, self.incoming) if s is not None)
-        return (*received, self.num_in.value, self.num_sent)
+        streams = [each for each in (self.dialled, self.incoming) if each is not None]
+        passed = (count for each in streams for count in (each.received_bytes, each.sent_bytes))
+        return (len(streams), self.num_in.value, *passed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from swarm.averaging.errors import RoundFailedError
-from swarm.averaging.plan import EXACT, Chunk, Plan
+from swarm.averaging.plan import EXACT, MAX_MEMBERS, Chunk, Plan
 from swarm.averaging.progress import Count, Link, Rates
 from swarm.averaging.sums import decode_chunk, encode_chunk, sum_rounded
 from swarm.errors import StreamClosedError, TransportError, WireError
@@ -20,6 +21,7 @@ from swarm.wire.frames import check_no_tensors, encode_frame, read_frame
 
 _SUM, _NOTICE, _TAKEN = b"\x01", b"\x00", b"\x02"
 MAX_NOTICE_BYTES = 4096
+log = logging.getLogger(__name__)
 _MAX_REASON = 300
 
 
@@ -34,7 +36,7 @@ class Limits:
     window: int = 4  # chunks per peer that have come in and wait for those of others
     max_unread: int = 512  # streams that have not said yet of which round they are
     max_unread_of_one: int = 16
-    max_parked: int = 64  # streams of rounds not started here
+    max_parked: int = MAX_MEMBERS  # streams of rounds not started here
     max_parked_per_peer: int = 4
 
 
@@ -164,7 +166,6 @@ class Round:
         await stream.send(encode_frame(header))
         for chunk in self.plan.chunks(link.index):
             await stream.send([self._given_for(chunk)])
-            link.num_sent += 1
         link.contributed = True
         self._check_done()
 
@@ -218,7 +219,6 @@ class Round:
                 break
             sums = self._sums[number] if self._coded else _bytes_of(self._result, chunk, 4)
             await stream.send([_SUM, sums])
-            link.num_sent += 1
         else:
             link.replied = True
             self._check_done()
@@ -227,8 +227,10 @@ class Round:
             await stream.send(_notice(self.failure.message, self.failure.peer))
 
     async def _reduce(self) -> None:
-        if not self._num_chunks:
-            return
+        if self._num_chunks:
+            await self._guard(self.me, self._reduce_chunks())
+
+    async def _reduce_chunks(self) -> None:
         window = min(self.limits.window, self._num_chunks)
         out = np.frombuffer(self._result, np.float32)
         work = np.empty(min(self.plan.chunk_elements, len(out)), self._dtype)
@@ -295,20 +297,25 @@ class Round:
         self, link: Link, work: Coroutine[Any, Any, None], tasks: TaskSet | None = None
     ) -> asyncio.Task[None]:
         owner = self._tasks if tasks is None else tasks
-        return owner.spawn(self._guard(link, work), f"averaging {link.member}")
+        return owner.spawn(self._guard(link.member, work), f"averaging {link.member}")
 
-    async def _guard(self, link: Link, work: Coroutine[Any, Any, None]) -> None:
+    async def _guard(self, member: str, work: Coroutine[Any, Any, None]) -> None:
+        """Whatever `work` with that member fails with fails the round, and names a suspect."""
         try:
             await work
         except RoundFailedError as error:
             self.fail(error)
         except WireError as error:
-            what = f"{link.member} broke the averaging protocol: {error}"
-            self.fail(RoundFailedError(what, peer=link.member))
+            what = f"{member} broke the averaging protocol: {error}"
+            self.fail(RoundFailedError(what, peer=member))
         except TransportError as error:
             if self.failure is None and len(self._links) > 1:
                 await asyncio.sleep(self.limits.settle_s)  # it may have given up, and say why
-            self.fail(RoundFailedError(f"lost {link.member}: {error}", peer=link.member))
+            self.fail(RoundFailedError(f"lost {member}: {error}", peer=member))
+        except Exception as error:  # no memory, no file descriptor, a defect: mine, and said so
+            log.debug("averaging with %s", member, exc_info=error)
+            what = f"cannot average: {type(error).__name__}: {error}"
+            self.fail(RoundFailedError(what, peer=self.me))
 
     async def _read_notice(self, link: Link, stream: Stream) -> RoundFailedError:
         frame = await read_frame(

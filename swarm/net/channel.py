@@ -14,6 +14,7 @@ those that wait for an answer from there, and any breach ends the channel.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -239,7 +240,7 @@ class Channel:
                 pending.future.exception()  # seen, also when the caller was cancelled
 
     async def _enqueue(
-        self, header: Header, tensors: Sequence[WireTensor], *, answers: bool = False
+        self, header: Header, tensors: Sequence[WireTensor] = (), *, answers: bool = False
     ) -> None:
         parts = encode_frame(header, tensors)
         if not tensors:
@@ -386,10 +387,13 @@ class Channel:
             # A defect here must not leave the caller waiting for ever.
             log.exception("%s of %s", header["method"], self.peer)
             reply = self._error(header["id"], "failed", f"{type(error).__name__}: {error}", {})
-        try:
-            await self._enqueue(reply, tensors, answers=True)
-        except StreamClosedError:
-            return  # nobody is left to answer
+        with contextlib.suppress(StreamClosedError):  # nobody is left to answer
+            try:
+                await self._enqueue(reply, tensors, answers=True)
+            except WireError as error:
+                what = f"the answer to {header['method']} cannot be sent: {error.message}"
+                log.warning("%s", what)
+                await self._enqueue(self._error(header["id"], "failed", what, {}), answers=True)
 
     @staticmethod
     def _error(call_id: int, kind: str, message: str, detail: Header) -> Header:

@@ -143,7 +143,10 @@ class Libp2pTransport:
             raise UnreachableError(
                 f"cannot reach {self.peer_id}", "it does not serve this protocol"
             )
-        here, there = socket.socketpair()
+        try:
+            here, there = socket.socketpair()
+        except OSError as error:
+            raise UnreachableError(f"cannot reach {self.peer_id}", str(error)) from None
         for end in (here, there):
             end.setblocking(False)
         self._spawn(self._serve_stream(protocol, self._add_stream(there, self.peer_id)))

@@ -29,7 +29,7 @@ class Pipe:
         self.link = (source, target)
         self.inbox: deque[memoryview] = deque()
         self.in_flight: deque[tuple[float, bytes | None]] = deque()  # None marks the end
-        self.in_flight_bytes = self.unread_bytes = self.received_bytes = 0
+        self.in_flight_bytes = self.unread_bytes = self.received_bytes = self.sent_bytes = 0
         self.arrives_at = 0.0
         self.ended: StreamClosedError | None = None
         self.broken = False  # something was lost: nothing arrives any more
@@ -42,6 +42,7 @@ class Pipe:
     def push(self, data: bytes | None) -> None:
         network, now = self.network, asyncio.get_running_loop().time()
         self.in_flight_bytes += len(data or b"")
+        self.sent_bytes += len(data or b"")
         sent_at = network.transmit(self.source, self.target, len(data or b""), now)
         arrives_at = sent_at + network.delay_s(self.source, self.target) + network.late_s(self)
         self.arrives_at = max(self.arrives_at, arrives_at)
@@ -135,6 +136,10 @@ class MemoryStream:
     @property
     def received_bytes(self) -> int:
         return self._in.received_bytes
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._out.sent_bytes
 
     @property
     def open(self) -> bool:

@@ -17,6 +17,7 @@ import contextlib
 import logging
 import os
 import re
+import resource
 import shutil
 import socket
 import sys
@@ -42,6 +43,7 @@ log = logging.getLogger("swarm.net")
 
 _PREFIX = "swarm-p2p-"
 _STALE_S = 120.0
+OPEN_FILES = 16_384
 
 
 class P2PDaemon:
@@ -98,6 +100,7 @@ class P2PDaemon:
         import hivemind.hivemind_cli
         from hivemind.utils.multiaddr import Multiaddr
 
+        allow_open_files()
         _check_addresses(listen, announce)
         _check_ports_free(listen)
         _sweep()
@@ -196,7 +199,10 @@ class P2PDaemon:
 
     async def connect_control(self) -> socket.socket:
         """A new non-blocking connection to the daemon. Raises TransportError if it is gone."""
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:  # too many open files
+            raise TransportError("this process cannot open a connection", str(error)) from None
         connection.setblocking(False)
         try:
             await asyncio.get_running_loop().sock_connect(connection, self.control_path)
@@ -323,6 +329,14 @@ class P2PDaemon:
         if self._directory is not None:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
+
+
+def allow_open_files() -> None:
+    """Each stream is one, and many systems allow 1024 unless asked for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _check_addresses(listen: Sequence[str], announce: Sequence[str]) -> None:

@@ -34,7 +34,7 @@ class SocketStream:
         self, connection: socket.socket, peer: str, on_end: Callable[[SocketStream], None]
     ) -> None:
         self.peer = peer
-        self.received_bytes = 0
+        self.received_bytes = self.sent_bytes = 0
         self.gone = asyncio.Event()  # the socket is closed; see `drained`
         self.drained = False  # closed, and the daemon has taken every byte
         self._socket = connection
@@ -103,6 +103,7 @@ class SocketStream:
                 return False
             except OSError as error:
                 raise StreamClosedError(f"stream to {self.peer} ended", str(error)) from None
+            self.sent_bytes += written
             while written:
                 view = queue.pop()
                 if len(view) > written:

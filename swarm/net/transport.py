@@ -18,13 +18,17 @@ class Stream(Protocol):
     """An ordered, reliable, bidirectional byte stream.
 
     `peer` is the verified remote peer id. `received_bytes` counts what has arrived from it so far,
-    read by us or not: a growing count is a sign of life while a large frame is on its way.
+    read by us or not, and `sent_bytes` what it or a buffer on the way has taken: growing counts are
+    signs of life while a large frame is on its way.
     """
 
     peer: str
 
     @property
     def received_bytes(self) -> int: ...
+
+    @property
+    def sent_bytes(self) -> int: ...
 
     async def send(self, parts: Sequence[Buffer]) -> None:
         """Send the parts in order, waiting while the other side is slow.

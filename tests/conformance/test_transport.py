@@ -64,6 +64,7 @@ async def check_echo_of_many_sizes(peers: list[Transport]) -> None:
         assert await receive_framed(stream) == data
         await sending
     assert stream.received_bytes >= 5_000_000
+    assert stream.sent_bytes >= 5_000_000
 
 
 async def check_parts_arrive_in_order(peers: list[Transport]) -> None:

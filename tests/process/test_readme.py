@@ -63,7 +63,7 @@ def test_your_own_run(run: Callable[..., Command], tmp_path: Path) -> None:
         words = [word.replace("runs/NAME-ID", run_dir(said)) for word in words]
         if name in ("up", "baseline"):
             steps = ("--steps", str(LEARNING))
-            said[name] = run(words, *steps, "--threads", "1", "--report", f"{name}.jsonl")
+            said[name] = run(words, *steps, "--report", f"{name}.jsonl")
         elif name == "eval":
             said[name] = run(words, "--microbatches", "2")
         else:

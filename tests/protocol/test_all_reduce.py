@@ -7,23 +7,29 @@ import math
 import random
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from swarm.averaging import round as round_module
 from swarm.averaging.all_reduce import PROTOCOL, GroupAllReduce, Limits, RoundFailedError
 from swarm.averaging.plan import (
     CHUNK_ELEMENTS,
     EXACT,
+    MAX_MEMBERS,
     balanced_shares,
     is_direct,
     link_rates,
     make_plan,
 )
+from swarm.averaging.progress import Link
+from swarm.net.links import peer_of
 from swarm.net.memory import MemoryNetwork
 from swarm.net.memory_stream import MemoryStream
+from swarm.net.transport import Stream
 from swarm.sim.virtual_time import run
 from swarm.wire.codecs import decode, encode
 from swarm.wire.frames import encode_frame
@@ -713,6 +719,84 @@ def test_a_stranger_cannot_disturb_a_round(changes: dict[str, object]) -> None:
             assert torch.equal(out, group.expected())
 
     simulate(lambda: Group(3, 3000, torch.float64), script)
+
+
+def test_strangers_do_not_take_the_places_of_who_waits_for_a_late_member() -> None:
+    async def script(group: Group) -> None:
+        late, *others = group.members
+        known = {peer_of(member): ("somewhere",) for member in group.members}
+        group.reducers[late] = GroupAllReduce(
+            group.network.transport(peer_of(late)),
+            late,
+            addresses=lambda peer: known.get(peer, ()),
+            limits=Limits(max_parked=3),
+            chunk_elements=CHUNK,
+        )
+        group.reducers[late].serve()
+
+        async def park(name: str) -> Stream:
+            stream = await group.network.transport(name).dial(peer_of(late), PROTOCOL)
+            await stream.send(encode_frame(header(group, **{"from": name})))
+            await asyncio.sleep(0.1)
+            return stream
+
+        waiting = [await park(f"stranger{number}") for number in range(3)]
+        tasks = [asyncio.ensure_future(group.member(member)) for member in others]
+        await asyncio.sleep(0.5)
+        waiting.append(await park("stranger3"))  # in vain
+        parked = group.reducers[late]._parked.values()
+        assert sorted(parked) == [*sorted(map(peer_of, others)), "stranger2"]
+        await group.member(late)
+        await asyncio.gather(*tasks)
+        for out in group.out.values():
+            assert torch.equal(out, group.expected())
+        for stream in waiting:
+            stream.abort()
+
+    simulate(lambda: Group(3, PARTS, torch.float64), script)
+
+
+def test_a_group_may_wait_for_one_member() -> None:
+    """As many as may be in a group: each has a stream waiting there."""
+    assert Limits().max_parked >= MAX_MEMBERS
+
+
+def test_bytes_of_a_slow_line_are_a_sign_of_life() -> None:
+    """A chunk of 512 KiB may be on its way for longer than a member may be silent."""
+    stream: Any = SimpleNamespace(sent_bytes=0, received_bytes=0)
+    link = Link(0, "a member", dialled=stream)
+    for _ in range(2):
+        before = link.signs_of_life()
+        stream.sent_bytes += 1
+        assert link.signs_of_life() != before
+
+
+@pytest.mark.parametrize("num", [DIRECT, PARTS])
+def test_who_cannot_add_up_names_itself(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And does not leave the others to wait for it, and each other, in vain."""
+    real, failed = round_module.sum_rounded, []
+
+    def fails_once(*arguments: Any) -> None:
+        if not failed:
+            failed.append(True)
+            raise MemoryError("none left")
+        real(*arguments)
+
+    monkeypatch.setattr(round_module, "sum_rounded", fails_once)
+
+    async def script(group: Group) -> None:
+        began = asyncio.get_running_loop().time()
+        errors = [error for error in await group.everyone() if error is not None]
+        assert asyncio.get_running_loop().time() - began < 5.0
+        assert errors
+        assert all(isinstance(error, RoundFailedError) for error in errors)
+        mine = [error for error in errors if "MemoryError" in str(error)]
+        named = {error.peer for error in errors}  # type: ignore[attr-defined]
+        assert mine
+        assert len(named) == 1
+        assert await group.everyone("again") == [None] * len(group.members)
+
+    simulate(lambda: Group(3, num, torch.float64), script)
 
 
 def test_streams_of_attempts_given_up_do_not_keep_the_next_one_out() -> None:

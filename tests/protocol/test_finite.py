@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 
 from swarm.compute import Kind
 from swarm.finite import finite
+from swarm.wire.boundaries import BACKWARD
+from swarm.wire.codecs import WireTensor
 from tests.protocol.faults import spoil_forward, spoil_gradients, spoil_sum
 from tests.protocol.simulated import Swarm, TinyBatches, baseline, plan
 
@@ -58,6 +61,50 @@ def gradients(swarm: Swarm, who: str) -> None:
 
 def added_up(swarm: Swarm, who: str) -> None:
     spoil_sum(swarm.members[who].server.state)  # type: ignore[union-attr]
+
+
+def unsent(swarm: Swarm, who: str) -> None:
+    """Its next backward cannot be encoded, as where there is no memory left."""
+    server = swarm.members[who].server
+    assert server is not None
+    codecs = server.codecs
+
+    def encode(tensors: Any, boundary: int, direction: str, microbatch: Any) -> Any:
+        if direction != BACKWARD:
+            return codecs.encode(tensors, boundary, direction, microbatch)
+        server.codecs = codecs
+        raise RuntimeError("no memory to encode it in")
+
+    server.codecs = SimpleNamespace(name=codecs.name, encode=encode)  # type: ignore[assignment]
+
+
+def not_uploaded(swarm: Swarm, who: str) -> None:
+    """What comes next cannot be copied to its device."""
+    server = swarm.members[who].server
+    assert server is not None
+    uploader = server.uploader
+
+    class Full:
+        def begin(self, wires: Sequence[WireTensor]) -> Any:
+            server.uploader = uploader
+            raise RuntimeError("out of memory")
+
+    server.uploader = Full()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("replicas", [(2, 2, 2), (1, 1, 1)], ids=["twins", "alone"])
+@pytest.mark.parametrize(
+    ("point", "spoil"),
+    [("backward", unsent), ("backward", not_uploaded), ("sent", not_uploaded)],
+    ids=["encode", "upload of a gradient", "upload"],
+)
+def test_what_fails_around_the_kernels_is_computed_again_and_counted_once(
+    point: str, spoil: Spoil, replicas: tuple[int, ...]
+) -> None:
+    swarm = Spoiled(["r1.0"], point, spoil, times=1, replicas=replicas)
+    assert swarm.train() == baseline(STEPS, MICROBATCHES)[0]
+    assert not swarm.told("expelled")
+    assert {facts["suspect"] for facts in swarm.told("failed")} == {"r1.0#1"}
 
 
 KERNELS = [

@@ -15,6 +15,7 @@ from peer.averaging import Prepared
 from peer.disk import MemoryDisk
 from peer.leader import Leader
 from peer.members import Member, Standing
+from peer.microbatches import MAX_FAILURES
 from peer.quorum import Quorum
 from swarm.errors import StageFailedError, SwarmError
 from swarm.net.channel import CallFailedError, Message
@@ -215,6 +216,21 @@ def test_a_twin_with_other_facts_about_the_same_gradient_is_refused() -> None:
     for other in ({"norms": [2.0], "finite": True}, {"norms": [1.0], "finite": False}):
         with pytest.raises(SwarmError, match="another averaged gradient"):
             prepared.note(0, "b", {"sha256": "a" * 64, **other})
+
+
+def test_who_names_a_suspect_of_another_stage_is_one_itself() -> None:
+    """Its round has members of its own stage only: naming others must not have them expelled, nor
+    end the run where one is alone."""
+
+    async def main() -> None:
+        lie = CallFailedError("failed", "silent for 10 s", suspect="r1.1#1")
+        leader, step = make({})
+        for _ in range(2 * MAX_FAILURES):
+            await leader.averager._blame(step, "r0.0#1", lie)
+        assert set(step.expelled) == {"r0.0#1"}
+        await leader.aclose()
+
+    run(main(), limit_s=1000)
 
 
 class Failing(Odd):

@@ -393,6 +393,28 @@ def test_orders_overtake_bulk() -> None:
     with_pair(check)
 
 
+@pytest.mark.parametrize("how", ["reply", "error"])
+def test_an_answer_that_cannot_be_sent_is_an_error_to_who_waits(how: str) -> None:
+    """A header has at most 1 MiB, and a call has no time-out while the line is alive."""
+
+    async def huge(channel: Channel, message: Message) -> Message:
+        if how == "reply":
+            return Message({"roster": ["x" * 2**16] * 17})
+        raise CallFailedError("failed", "no", suspect="x" * 2**20)
+
+    async def check(pair: Pair, channel: Channel) -> None:
+        pair.b.methods["huge"] = Method(huge, no_tensors)
+        for _ in range(3):
+            with pytest.raises(CallFailedError, match="the answer to huge cannot be sent"):
+                await channel.call("huge", {})
+        back = pair.b.open_channel("a#1")
+        assert back is not None
+        assert back._calls_in_progress == 0
+        assert (await channel.call("echo", {})).body["from"] == "a"
+
+    with_pair(check)
+
+
 def test_an_error_may_have_any_detail() -> None:
     """Names of our own arguments among them: the call must end all the same."""
     for name in ("kind", "message", "self", ""):

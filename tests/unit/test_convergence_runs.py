@@ -114,10 +114,10 @@ def test_results_of_other_validation_tokens_or_rates_are_not_compared(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those of the default have the name that they always had."""
-    kept(tmp_path, "exact", "-m4-lr0.001-t3000000", validation=1.0)
-    kept(tmp_path, "exact", "-m4-lr0.001-t3000000-v512", validation=2.0)
-    kept(tmp_path, "subspace-8+int4+delayed-2", "-m4-lr0.002-t3000000", validation=1.25)
-    kept(tmp_path, "subspace-8+int4+delayed-2", "-m4-lr0.001-t3000000", validation=9.0)
+    kept(tmp_path, "exact", "-m4-lr0.001-t2000000", validation=1.0)
+    kept(tmp_path, "exact", "-m4-lr0.001-t2000000-v512", validation=2.0)
+    kept(tmp_path, "subspace-8+int4+delayed-2", "-m4-lr0.002-t2000000", validation=1.25)
+    kept(tmp_path, "subspace-8+int4+delayed-2", "-m4-lr0.001-t2000000", validation=9.0)
 
     def values(*options: str) -> list[float]:
         shown(monkeypatch, tmp_path, *options)

@@ -27,7 +27,7 @@ from swarm.ahead import Ahead
 from swarm.averaging.policy import POLICIES
 from swarm.compute import InlineCompute
 from swarm.delayed_state import PREVIOUS, DelayedState, State, new_state
-from swarm.errors import DataError
+from swarm.errors import DataError, WireError
 from swarm.ledger import Do, Ledger
 from swarm.model.custom import CustomPipeline, Pipeline
 from swarm.optim import make_optimizer
@@ -130,6 +130,19 @@ def test_a_state_that_travels_goes_on_with_the_same_bits() -> None:
         for each in (first, second):
             each.apply(count(each, step), lr=0.1, scale=1.0)
     assert first.tensor_hashes() == second.tensor_hashes()
+
+
+@pytest.mark.parametrize("ahead", [Ahead(), WHOLE], ids=["exact", "delayed"])
+def test_a_state_of_another_kind_is_refused_and_changes_nothing(ahead: Ahead) -> None:
+    ours = state(ahead)
+    ours.apply(count(ours, 0), lr=0.1, scale=1.0)
+    mark, theirs = ours.fingerprint(), {n: each + 1 for n, each in ours.tensors().items()}
+    for name, each in theirs.items():
+        others = {other: tensor for other, tensor in theirs.items() if other != name}
+        for bad in (others, {**others, name: each[:-1]}, {**others, name: each.double()}):
+            with pytest.raises(WireError, match=name.rpartition(".")[2]):
+                ours.load(bad, 7)
+            assert (ours.fingerprint(), ours.updates) == (mark, 1)
 
 
 def test_the_fingerprint_covers_both_versions() -> None:

@@ -39,7 +39,7 @@ class BytesStream:
     """A stream that has received `data` and then ended."""
 
     peer = "peer"
-    received_bytes = 0
+    received_bytes = sent_bytes = 0
 
     def __init__(self, data: Buffer) -> None:
         self.data = memoryview(data)
