@@ -84,7 +84,7 @@ class Baseline:
             losses.append(float(graph.outputs[0].detach()))
             version.backward(graph, None, into=oldest)
         gradient = rounded(state.accumulator)
-        facts = GradientFacts.of(state.layout, gradient)
+        facts = GradientFacts.of(state.layout, gradient.cpu())  # as in a swarm, to the last bit
         norm = math.sqrt(math.fsum(facts.squared_norms)) if facts.finite else math.nan
         if facts.finite:
             state.apply(gradient, lr=plan.lr(step), scale=clip_scale(norm, plan.clip_norm))

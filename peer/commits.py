@@ -179,8 +179,7 @@ class Commits:
             found = (await compute.run(Kind.BACKGROUND, partial(sha256_of, gradient))).value
             if found == expected:
                 facts = GradientFacts(expected, [], record.outcome == "applied")
-                mine = gradient.to(self.server.state.device)
-                return Prepared(record.ballot, Update(mine, facts))
+                return Prepared(record.ballot, Update(gradient, facts))
         raise RefusedError(f"nobody has the averaged gradient of step {record.step}")
 
     def invalidate(self) -> None:

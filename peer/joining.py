@@ -343,8 +343,7 @@ class CatchUp:
                 self._drop()
                 return
             facts = GradientFacts(record.gradients[server.stage], [], record.outcome == "applied")
-            mine = gradient.to(server.state.device)
-            commits.prepared = Prepared(record.ballot, Update(mine, facts))
+            commits.prepared = Prepared(record.ballot, Update(gradient, facts))
             await commits.commit_next(record)
             if server.parts.ledger.step != step + 1:
                 return

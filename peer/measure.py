@@ -24,6 +24,7 @@ from swarm.stage_state import Graph, StageState
 
 MAX_ROUNDS = 3  # forward and backward, after one that warms up
 MATRIX = 256
+GPU_MATRIX = 4096  # of a smaller one the launch is all that shows
 REFERENCE_S = 0.1  # of the device's time go into its speed, or `MAX_ROUNDS` if they take longer
 MAX_PIECES = 200  # even if they are shorter
 MAX_BYTES = 1 << 48
@@ -63,7 +64,8 @@ async def device_speed(compute: Compute, device: str) -> float:
     (`peer.rebalancing`): nothing that is measured later tells a dear stage from a slow peer.
     """
     draw = torch.Generator().manual_seed(0)
-    matrix = torch.randn(MATRIX, MATRIX, generator=draw).to(device)
+    side = MATRIX if device == "cpu" else GPU_MATRIX
+    matrix = torch.randn(side, side, generator=draw).to(device)
 
     def product() -> None:
         matrix @ matrix
@@ -75,7 +77,7 @@ async def device_speed(compute: Compute, device: str) -> float:
     ):
         there.append((await compute.run(Kind.FORWARD, product)).seconds)
         back.append((await compute.run(Kind.BACKWARD, product)).seconds)
-    return 1.0 / max(min(there) + min(back), 1e-9)
+    return (side / MATRIX) ** 3 / max(min(there) + min(back), 1e-9)
 
 
 async def stage_facts(

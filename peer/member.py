@@ -225,17 +225,17 @@ class Member:
         self.serves = stage
         self.say(f"building stage {stage}")
 
-        def build() -> State:
+        def build(device: str) -> State:
             return new_state(
-                lambda: self.pipeline.build_stage(stage, self.device),
+                lambda: self.pipeline.build_stage(stage, device),
                 self.optimizer,
                 ahead=self.policy.ahead,
                 accumulate=self.accumulate,
-                device=self.device,
+                device=device,
             )
 
         try:
-            state = (await self.compute.run(Kind.BACKGROUND, build)).value
+            state = (await self.compute.run(Kind.BACKGROUND, lambda: build(self.device))).value
         except StageFailedError as error:
             raise _cannot_build(stage, error) from error
         if self.benchmark_s > 0:
@@ -265,7 +265,7 @@ class Member:
             self.links,
             self.random,
             say=self.say,
-            first_weights=lambda: build().tensors(),
+            first_weights=lambda: build("cpu").tensors(),  # a device may not hold two of it
         )
         self.commits.on_commit = self._committed
         self.commits.on_invalid = self.donor.forget

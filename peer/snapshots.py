@@ -330,17 +330,8 @@ class Donor:
     def keep_gradient(self, record: Record, prepared: Prepared) -> None:
         """Keep a committed gradient while somebody reads a copy of that step or one before."""
         if any(reader.since <= record.step for reader in self._readers.values()):
-            gradient = prepared.update.gradient
-            self.backlog[record.step] = (record, gradient)
-            if gradient.device.type != "cpu":
-                self.server.tasks.spawn(self._off_device(record.step), "backlog")
+            self.backlog[record.step] = (record, prepared.update.gradient)
         self._trim_backlog()
-
-    async def _off_device(self, step: int) -> None:
-        record, gradient = self.backlog[step]
-        held = (await self.server.compute.run(Kind.UPDATE, gradient.cpu)).value
-        if step in self.backlog:
-            self.backlog[step] = (record, held)
 
     def _trim_backlog(self) -> None:
         since = min((reader.since for reader in self._readers.values()), default=None)
@@ -371,7 +362,7 @@ class Donor:
             raise CallFailedError("refused", f"the gradient of step {step} is not here", at=at)
         record, gradient = found
         part = gradient[start : start + GRADIENT_CHUNK]
-        return Message({"record": record if start == 0 else b""}, [encode(part.cpu(), "float32")])
+        return Message({"record": record if start == 0 else b""}, [encode(part, "float32")])
 
     def _find_gradient(self, step: int, *, committed: bool) -> tuple[bytes, Tensor] | None:
         if step in self.backlog:

@@ -223,8 +223,6 @@ class StageServer:
                 raise
             raise self._failure(error, call) from error
         work.graph, y = timed.value
-        if call.is_last:
-            work.loss = float(work.graph.outputs[0].detach())
         work.forward_s = timed.seconds
         work.waited_s += loop.time() - arrived - timed.seconds
         part.kept.keep(work, y)
@@ -250,6 +248,7 @@ class StageServer:
                 raise NotFiniteError("its forward gives what is no number")
             work.nonfinite = True
         if call.is_last:
+            work.loss = float(graph.outputs[0].detach())  # here, since it waits for the kernels
             return graph, []
         return graph, self.codecs.encode(
             graph.outputs, self.stage, FORWARD, (call.step, call.index)

@@ -14,6 +14,7 @@ import heapq
 import itertools
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -105,7 +106,7 @@ class ThreadCompute:
                 job.loop.call_soon_threadsafe(job.finish, value, seconds, error)
             except RuntimeError:  # the loop has been closed: nobody waits any more
                 return
-            del job, value
+            del job, value, error
 
     async def aclose(self) -> None:
         with self._wake:
@@ -245,4 +246,7 @@ def _as_stage_failure(error: Exception) -> Exception:
         return error
     failure = StageFailedError(f"{type(error).__name__}: {str(error)[:300]}")
     failure.__cause__ = error
+    # Its frames hold half a graph, and whoever keeps the error would keep that: after one that was
+    # for want of memory there would be less of it.
+    traceback.clear_frames(error.__traceback__)
     return failure

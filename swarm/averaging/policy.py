@@ -45,7 +45,7 @@ class Reducer(Protocol):
 class Update:
     """What a member has prepared. `facts` go to the leader, and their hash into the record."""
 
-    gradient: Tensor  # flat float32, on the state's device
+    gradient: Tensor  # flat float32, on the CPU: others may ask for it, and a device has no room
     facts: GradientFacts
     rates: Rates = ()
 
@@ -107,12 +107,12 @@ class ExactPolicy:
         def finish() -> Update:
             # facts from the bytes on the CPU: equal at all members whatever their devices
             facts = GradientFacts.of(state.layout, averaged)
-            return Update(averaged.to(state.device), facts, rates)
+            return Update(averaged, facts, rates)
 
         return (await compute.run(Kind.UPDATE, finish)).value
 
     def apply(self, state: State, update: Update, *, lr: float, scale: float) -> None:
-        state.apply(update.gradient, lr=lr, scale=scale)
+        state.apply(update.gradient.to(state.device), lr=lr, scale=scale)
 
 
 class DelayedPolicy(ExactPolicy):

@@ -10,7 +10,7 @@ same bits. Peers run no code from the network: the pipeline is an installed `pac
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -159,8 +159,11 @@ class CustomStage(Stage):
         last: bool,
         recompute: bool,
         autocast: torch.dtype | None,
+        between: Mapping[str, Sequence[TensorSpec]] | None = None,
     ) -> None:
+        """`between` says by layer what it gives; it may be left out where that is to be found."""
         super().__init__(_Layers(layers), seed)
+        self.between = between or {}
         self.definition, self.first, self.last = definition, first, last
         self.autocast = autocast
         self.runners = {n: self.unit_runner(n, m, recompute) for n, m in layers.items()}
@@ -177,6 +180,13 @@ class CustomStage(Stage):
             tensors = tuple(seam(t) for t in tensors)
             for name, run in self.runners.items():
                 tensors = _run_layer(run, name, tensors)
+                if self.autocast and name in self.between:
+                    # A GPU's autocast leaves more in float32 than the CPU's, which was asked what
+                    # crosses a boundary.
+                    tensors = tuple(
+                        tensor.to(torch_dtype(spec.dtype))
+                        for tensor, spec in zip(tensors, self.between[name], strict=True)
+                    )
         if not self.last:
             return tensors
         self.reseed("(loss)")
@@ -312,8 +322,9 @@ class CustomPipeline(ModelPipeline):
         names = list(self.definition.layers)
         layers = {name: self._build_layer(name, device) for name in names[start:end]}
         first, last = start == 0, end == len(names)
+        between = dict(zip(names, self._between, strict=True))
         return CustomStage(
-            self.definition, layers, self.seed, first, last, self.recompute, self.autocast
+            self.definition, layers, self.seed, first, last, self.recompute, self.autocast, between
         )
 
     def weight(self, batch: Mapping[str, Any]) -> int:

@@ -26,6 +26,7 @@ NORM_ROW = 1 << 14  # below torch's threshold to split one sum over threads
 NORM_ROWS = 64
 FINGERPRINT_ROW = 1 << 12
 FINGERPRINT_ROWS = 64
+GPU_FINGERPRINT_ROWS = 4096  # each block waits for the GPU
 MASK64 = (1 << 64) - 1
 
 
@@ -117,8 +118,10 @@ class ParameterLayout:
             if gradient.dtype == accumulator.dtype:
                 accumulator[offset : offset + gradient.numel()].add_(gradient)
                 continue
-            for start in range(0, gradient.numel(), CHUNK):
-                part = gradient[start : start + CHUNK]
+            # A CPU converts into a buffer, to be kept in its cache; a GPU has no use for pieces.
+            size = CHUNK if gradient.device.type == "cpu" else max(gradient.numel(), 1)
+            for start in range(0, gradient.numel(), size):
+                part = gradient[start : start + size]
                 accumulator[offset + start : offset + start + part.numel()].add_(part)
 
     def squared_norms(self, flat: Tensor) -> list[float]:
@@ -199,7 +202,8 @@ def _fingerprint_of(tensor: Tensor) -> int:
     words = flat.view(torch.int64)
     weights = _odd_weights(FINGERPRINT_ROW).to(words.device)
     result, row = words.numel(), 0
-    for block in words.split(FINGERPRINT_ROW * FINGERPRINT_ROWS):
+    rows = FINGERPRINT_ROWS if words.device.type == "cpu" else GPU_FINGERPRINT_ROWS
+    for block in words.split(FINGERPRINT_ROW * rows):
         short = block.numel() % FINGERPRINT_ROW
         if short:
             block = torch.cat([block, block.new_zeros(FINGERPRINT_ROW - short)])

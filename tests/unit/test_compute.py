@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Awaitable, Callable
 
 import pytest
+import torch
 
 from swarm.compute import Compute, InlineCompute, Kind, ThreadCompute
 from swarm.errors import StageFailedError
@@ -91,6 +94,27 @@ def test_value_time_and_failure() -> None:
         with pytest.raises(StageFailedError, match=r"ValueError: of shape \(3,\)"):
             await compute.run(Kind.FORWARD, fail)
         assert (await compute.run(Kind.FORWARD, lambda: 8)).value == 8
+
+    on_both(check)
+
+
+def test_a_failure_holds_nothing_of_what_failed() -> None:
+    """Its traceback would: half a graph, which who keeps the error would keep."""
+
+    async def check(compute: Compute, real: bool) -> None:
+        held: list[weakref.ref[torch.Tensor]] = []
+
+        def fail() -> None:
+            activation = torch.ones(3)
+            held.append(weakref.ref(activation))
+            raise RuntimeError("out of memory")
+
+        with pytest.raises(StageFailedError, match="out of memory") as failed:
+            await compute.run(Kind.FORWARD, fail)
+        await compute.run(Kind.FORWARD, lambda: None)
+        gc.collect()
+        assert failed.value.__cause__ is not None
+        assert held[0]() is None
 
     on_both(check)
 

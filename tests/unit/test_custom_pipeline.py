@@ -118,6 +118,31 @@ def test_another_cut_gives_the_same_bits(cut: tuple[int, ...], recompute: bool) 
     assert run(cut_into(*cut, recompute=recompute)) == run(cut_into(4))
 
 
+class Cast(nn.Module):
+    """As a LayerNorm under autocast: of another dtype on a GPU than on a CPU."""
+
+    dtype = torch.bfloat16
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+
+def test_what_leaves_a_layer_has_the_boundarys_dtype_on_every_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cast = definition(
+        layers={"enter": Cast, "leave": lambda: nn.Linear(8, 8)},
+        inputs=lambda batch: (batch["x"],),
+    )
+    pipeline = cut_into(1, 1, of=cast, dtype="bfloat16")
+    assert pipeline.boundary(0)[0].dtype == "bfloat16"
+    monkeypatch.setattr(Cast, "dtype", torch.float32)
+    stage = pipeline.build_stage(0)
+    stage.set_microbatch(0, 0)
+    (sent,) = stage((), {"x": torch.ones(4, 8), "y": torch.ones(4)})
+    assert sent.dtype == torch.bfloat16
+
+
 def test_bfloat16_too() -> None:
     assert run(cut_into(2, 2, dtype="bfloat16")) == run(cut_into(4, dtype="bfloat16"))
     assert cut_into(1, 3, dtype="bfloat16").boundary(0)[0].dtype == "bfloat16"
