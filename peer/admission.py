@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from peer.calls import count, names
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from peer.leader import Leader
 
 log = logging.getLogger(__name__)
+MAX_ADDRESSES, MAX_ADDRESS = 16, 200  # of a member; characters
 MAX_TAKES = 3  # of the same member within one wait
 HOLD_EVERY = 10  # steps; one of so many may wait for a joiner
 
@@ -82,7 +83,7 @@ class Admission:
             if stage is None:
                 stage, why = self._place(channel.incarnation, offer)
             self._numerics = self._numerics or numerics  # of the first that was taken
-            member = Member(channel.incarnation, stage, tuple(str(a)[:200] for a in addresses))
+            member = Member(channel.incarnation, stage, _usable(addresses))
             member.offer, member.joined_at = offer, asyncio.get_running_loop().time()
             if not leader.members.by_name:
                 leader.first_comes()
@@ -281,6 +282,8 @@ class Admission:
         if answer.get("step") != step.number or not self._may_enter(member, step):
             return False
         counted, losses = self._read_work(answer, step)
+        if not counted:
+            return False  # a reset costs nothing, and leaves nothing that no ledger tells of
         if not step.adopt(member.incarnation, member.stage, counted):
             return False
         last = member.stage == leader.pipeline.num_stages - 1  # nobody else knows a loss
@@ -346,6 +349,8 @@ class Admission:
                 leader.tell(member.incarnation, "finish", {})
         elif member.step <= record.step:
             self._start_anew(member, "did not follow the commit")
+        elif member.step > leader.next_step:
+            self._start_anew(member, "is ahead of the run")
         leader.wake.set()
 
     def _start_anew(self, member: Member, reason: str) -> None:
@@ -399,3 +404,9 @@ class Admission:
     def forget(self, incarnation: str) -> None:
         for place in [each for each in self._resetting if each[0] == incarnation]:
             del self._resetting[place]
+
+
+def _usable(addresses: Sequence[object]) -> tuple[str, ...]:
+    """Of a peer's own: they go to all others, in one header with those of everybody else."""
+    texts = (each for each in addresses if isinstance(each, str) and each.isascii())
+    return tuple(each for each in texts if len(each) <= MAX_ADDRESS)[:MAX_ADDRESSES]

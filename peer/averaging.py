@@ -109,12 +109,14 @@ class Averaging:
         self.owing: set[str] = set()  # asked, and not prepared yet
         self._rates: dict[str, tuple[float, float]] = {}  # bytes/s sent and received, by member
         self._suspects: dict[str, int] = {}  # named by others in failed rounds of this step
+        self._refusals: dict[str, int] = {}  # to average, in this step
         self._nonfinite: set[str] = set()  # whose sums alone were no numbers, in this step
 
     def begin(self) -> None:
         """A step is the oldest under way now."""
         self._early, self._may_be_early = None, True
         self._suspects.clear()
+        self._refusals.clear()
         self._nonfinite.clear()
         present = {member.incarnation for member in self.leader.members}
         self._rates = {name: each for name, each in self._rates.items() if name in present}
@@ -312,6 +314,11 @@ class Averaging:
             leader.expel(step, member, str(error))
             return
         leader.doubt(error)
+        if error.kind == "refused":
+            # Once may be a misunderstanding; one that goes on would keep the step from its end.
+            self._refusals[member] = self._refusals.get(member, 0) + 1
+            if self._refusals[member] > 1:
+                leader.hold_off(member)
         if error.detail.get("diverged") is True:
             return
         if error.kind == "nonfinite":

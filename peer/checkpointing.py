@@ -55,11 +55,12 @@ class Checkpointer:
         try:
             states = await fetch_states(leader)
             path = await asyncio.to_thread(self._write, step, epoch, states)
-            leader.saved_step = step
-            return path
-        except SwarmError as error:
-            self._note(step=step, reason=str(error))
+        except (SwarmError, MemoryError, RuntimeError) as error:  # torch's want of memory is one
+            self._note(step=step, reason=str(error) or type(error).__name__)
             return None
+        leader.saved_step = step
+        self._note(step=step, path=str(path))
+        return path
 
     def _write(self, step: int, epoch: int, states: Sequence[Snapshot]) -> Path:
         staging = checkpoints.begin(self.run_dir, step)
@@ -81,7 +82,6 @@ class Checkpointer:
             checkpoints.abandon(staging)
             raise
         checkpoints.prune(self.run_dir, self.config.checkpoint.keep, self.config.run_id)
-        self._note(step=step, path=str(path))
         return path
 
 

@@ -57,6 +57,7 @@ class Following:
         self.ahead: dict[int, Fetched] = {}  # gradients that wait for the snapshot
         self.news = asyncio.Event()
         self._taken = asyncio.Event()  # a gradient was applied, there is room for another
+        self._failed: set[str] = set()  # donors that gave none, or nonsense: they are asked last
         self._task: asyncio.Task[bool] | None = None
         self._first = 0  # the step that the task began with
 
@@ -155,9 +156,11 @@ class Following:
         Raises FellOffError when those who answer no longer have it, RefusedError when nobody does.
         """
         total, early, gone = self.server.state.layout.total, False, False
-        for name, channel in channels.items():
+        for name, channel in sorted(channels.items(), key=lambda each: each[0] in self._failed):
             if channel.ended is not None or not self._trusted(name):
                 continue
+            if early and name in self._failed:
+                break
             try:
                 asked = {"step": step, "since": since, "committed": True}
                 gradient, told = await fetch_gradient(channel, total, asked)
@@ -169,6 +172,7 @@ class Following:
                 continue
             except SwarmError as error:
                 log.debug("no gradient of %d from %s: %s", step, name[-8:], error)
+                self._failed.add(name)
                 continue
             sha256 = await self.server.compute.run(Kind.BACKGROUND, partial(sha256_of, gradient))
             expected = record.gradients.get(self.server.stage)

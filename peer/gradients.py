@@ -6,18 +6,21 @@ Whoever asks compares its sha256 with the one in the record before it is used.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from swarm.errors import RefusedError
 from swarm.net.channel import Channel
 from swarm.spec import TensorSpec
 from swarm.wire.codecs import TensorMeta, decode
 from swarm.wire.frames import check_tensors
 
 GRADIENT_CHUNK = 1 << 20  # elements; one frame of 4 MiB
+CHUNK_S = 300.0  # for one; a line of 1 Mbit/s takes 34 s
 
 
 async def fetch_gradient(
@@ -35,7 +38,13 @@ async def fetch_gradient(
         def check(_: Mapping[str, Any], metas: Sequence[TensorMeta], length: int = length) -> None:
             check_tensors(metas, [TensorSpec((length,), "float32")], "float32")
 
-        answer = await channel.call("gradient", {**asked, "start": start}, check_reply=check)
+        try:
+            async with asyncio.timeout(CHUNK_S):
+                answer = await channel.call(
+                    "gradient", {**asked, "start": start}, check_reply=check
+                )
+        except TimeoutError:
+            raise RefusedError(f"no part of a gradient within {CHUNK_S:.0f} s") from None
         record = answer.body.get("record") or record
         gradient[start : start + length] = decode(answer.tensors[0])
     return gradient, record

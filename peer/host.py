@@ -99,6 +99,10 @@ class Host:
             if not ((member.replaces or member.second) and self._serving):
                 raise
             log.info("cannot serve another stage: %s", error)
+        except Exception as error:  # a defect, or no memory: those that serve go on
+            if not ((member.replaces or member.second) and self._serving):
+                raise
+            log.error("serving another stage ended: %s: %s", type(error).__name__, error)
 
     def _begin(self, stage: int | None, replaces: str = "") -> Member:
         incarnation = self._name_life()

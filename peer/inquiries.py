@@ -227,7 +227,13 @@ async def fetch_states(leader: Leader) -> list[Snapshot]:
 
         return await _of_somebody(leader, stage, ask)
 
-    return list(await asyncio.gather(*(one(k) for k in range(leader.pipeline.num_stages))))
+    fetching = [asyncio.ensure_future(one(k)) for k in range(leader.pipeline.num_stages)]
+    try:
+        return list(await asyncio.gather(*fetching))
+    finally:  # one stage that cannot be had is enough
+        for task in fetching:
+            task.cancel()
+        await asyncio.gather(*fetching, return_exceptions=True)
 
 
 def snapshot_mark(snapshot: Snapshot) -> str:

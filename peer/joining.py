@@ -14,6 +14,7 @@ and the state itself.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
 import random
@@ -35,7 +36,7 @@ from swarm.errors import RefusedError, SwarmError, WireError
 from swarm.net.channel import Channel
 from swarm.net.links import Links, peer_of
 from swarm.stage_state import GradientFacts
-from swarm.tasks import TaskSet
+from swarm.tasks import TaskSet, as_answered
 from swarm.terms import Record
 
 log = logging.getLogger(__name__)
@@ -44,6 +45,8 @@ REUSE_STEPS = 3  # a copy so old is as good as a new one: its gradients weigh no
 NOTED_S = 600.0  # a donor that gave wrong bytes is left alone for so long
 STARVED_S = 20.0  # without a chunk, while gradients come: that is said
 SAY_AGAIN_S = 60.0
+ANSWER_S = 600.0  # for a donor to copy and hash its state
+OTHERS_S = 60.0  # for the other donors, once one has
 NEWS_S = 30.0  # without a gradient that the leader says is committed: look around anew
 
 
@@ -71,6 +74,8 @@ class CatchUp:
         self.updates = Following(
             server, self.tasks, trusted=self._trusts, blame=self._blame, arrived=self._say_starved
         )
+        self._newest_epoch = 0
+        self._distrusted_epoch = -1
         self.resumed = 0  # chunks that were here when a download went on
         self._snapshots = 0
         self._readings: dict[str, None] = {}  # incarnations that keep something for us
@@ -86,6 +91,7 @@ class CatchUp:
         """
         server, commits = self.server, self.commits
         if record is not None:
+            self._newest_epoch = record.epoch
             await self._change_epoch(record)
         self.check(record)
         missed = (
@@ -119,18 +125,30 @@ class CatchUp:
             self.say(f"the run went back to step {newest.base}")
             commits.invalidate()
             self._drop()
-        if newest.restores and newest.step < 0 and commits.record is None:
+        distrusted = newest.epoch == self._distrusted_epoch
+        if newest.restores and newest.step < 0 and commits.record is None and not distrusted:
             await self._begin_again(newest)
+
+    def distrust_first_weights(self) -> None:
+        """The leader says that the state here differs from its twins'. If it was that of step 0,
+        what is drawn here differs (kinds of CPU do): in this epoch it is to be fetched."""
+        self._distrusted_epoch = self._newest_epoch
 
     async def _begin_again(self, opening: Record) -> None:
         """With the weights that every run has at step 0."""
         server, commits = self.server, self.commits
         pristine = commits.valid and server.state.updates == 0
         async with commits.lock:
-            if not pristine and self._first_weights is not None:
-                weights = self._first_weights
-                commits.valid = False
-                await server.compute.run(Kind.UPDATE, lambda: server.state.load(weights(), 0))
+            weights = self._first_weights
+
+            def begin() -> None:
+                if not pristine and weights is not None:
+                    server.state.load(weights(), 0)
+                for version in server.state.live:  # what was counted is of the epoch before
+                    version.clear()
+
+            commits.valid = False
+            await server.compute.run(Kind.UPDATE, begin)
             commits.record, commits.committed, commits.prepared = opening, None, None
             server.parts.advance(0)
             commits.valid = True
@@ -213,14 +231,21 @@ class CatchUp:
     async def _describe(self, channels: Mapping[str, Channel]) -> tuple[Description, list[str]]:
         """One step, and the donors that describe its state with the same digests."""
         ask = {"offer": True, "anew": self.download is None}
-        offers = await _gather({n: c.call("snapshot", ask) for n, c in channels.items()})
-        steps = [count(answer.body.get("step")) for answer in offers.values()]
+        answers = await _gather({n: c.call("snapshot", ask) for n, c in channels.items()})
+        offers, held = dict[str, int](), Counter[int]()
+        for name, answer in answers.items():
+            copies = answer.body.get("copies")
+            try:
+                step = count(answer.body.get("step"))
+                copied = [count(each) for each in (copies if isinstance(copies, list) else [])[:64]]
+            except WireError:
+                self._blame(name, "offer")
+                continue
+            offers[name] = step
+            held.update(copied)
+        steps = list(offers.values())
         if not steps:
             raise RefusedError("no donor answers")
-        held: Counter[int] = Counter()
-        for answer in offers.values():
-            copies = answer.body.get("copies")
-            held.update(count(each) for each in (copies if isinstance(copies, list) else [])[:64])
         now, wanted = max(steps), []
         if self.download is not None and held[self.download.described.step]:
             wanted.append(self.download.described.step)
@@ -381,17 +406,27 @@ class CatchUp:
 
 
 async def _gather(calls: Mapping[str, Coroutine[Any, Any, Any]]) -> dict[str, Any]:
-    """What those answered that did, in their order."""
-    answers = await asyncio.gather(*calls.values(), return_exceptions=True)
+    """What those answered that did, in the order of `calls`.
+
+    Once one has, the others have a while; and nobody is waited for for ever: the device of one may
+    hang while its process answers pings.
+    """
+    names: dict[asyncio.Task[Any], str] = {}
+
+    async def named(name: str, call: Coroutine[Any, Any, Any]) -> Any:
+        names[asyncio.current_task()] = name  # type: ignore[index]
+        async with asyncio.timeout(ANSWER_S):
+            return await call
+
     found = {}
-    for name, answer in zip(calls, answers, strict=True):
-        if isinstance(answer, SwarmError):
-            log.debug("%s: %s", name[-8:], answer)
-        elif isinstance(answer, BaseException):
-            raise answer
-        else:
-            found[name] = answer
-    return found
+    answering = as_answered([named(*each) for each in calls.items()], OTHERS_S)
+    async with contextlib.aclosing(answering):
+        async for task in answering:
+            try:
+                found[names[task]] = task.result()
+            except (SwarmError, TimeoutError) as error:
+                log.debug("%s: %s", names[task][-8:], error or "no answer")
+    return {name: found[name] for name in calls if name in found}
 
 
 async def _release(channel: Channel) -> None:

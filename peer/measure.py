@@ -65,7 +65,8 @@ async def device_speed(compute: Compute, device: str) -> float:
     """
     draw = torch.Generator().manual_seed(0)
     side = MATRIX if device == "cpu" else GPU_MATRIX
-    matrix = torch.randn(side, side, generator=draw).to(device)
+    made = torch.randn(side, side, generator=draw)
+    matrix = (await compute.run(Kind.BACKGROUND, lambda: made.to(device))).value
 
     def product() -> None:
         matrix @ matrix
@@ -86,7 +87,13 @@ async def stage_facts(
     """A few real microbatches of made-up numbers, for about `limit_s` at most."""
     loop = asyncio.get_running_loop()
     began, seconds, held = loop.time(), list[float](), 0
-    batch, inputs = _made_up(pipeline, stage, state.device)
+    try:
+        made_up = await compute.run(
+            Kind.BACKGROUND, lambda: _made_up(pipeline, stage, state.device)
+        )
+    except StageFailedError:  # no memory for it
+        return StageFacts(None, 0)
+    batch, inputs = made_up.value
     divisor = 1.0 if stage == pipeline.num_stages - 1 else None
 
     def forward() -> tuple[Graph, int]:

@@ -371,7 +371,9 @@ class Member:
             if self.commits.fell_behind.is_set() and channel.ended is None:
                 self.say("catching up")
                 position: dict[str, Any] = {}
-                if await self._ready(channel, position):
+                if not self.commits.valid:  # at step 0 the leader could not tell by the step
+                    await self._catch_up(channel, await self._join(channel))
+                elif await self._ready(channel, position):
                     self.commits.fell_behind.clear()
                 else:
                     await self._catch_up(channel, position)
@@ -427,8 +429,9 @@ class Member:
         """The leader found this state to differ from its twins'."""
         self._from_trainer(channel)
         if self.commits is not None:
-            self.commits.invalidate()
-            self.commits.fell_behind.set()
+            self.commits.start_anew()
+            if self.catching_up is not None:
+                self.catching_up.distrust_first_weights()
 
     async def drain(self, seconds: float) -> bool:
         """Leave politely: no part in the next step, and go once this one is committed.

@@ -54,6 +54,7 @@ class Microbatches:
         self._wires: list[list[WireTensor]] = []
         self._failures: dict[int, int] = {}
         self._raised: dict[int, list[str]] = {}  # microbatch -> where its computation raised
+        self._tellers: dict[int, set[str]] = {}  # and by way of whom that was told
         self._nonfinite: dict[int, list[str]] = {}  # microbatch -> who made no number of it
         self._let_through: set[int] = set()  # because nobody of a stage does better
         self._not_before: dict[int, float] = {}
@@ -77,6 +78,7 @@ class Microbatches:
         self.losses.clear()
         self._failures.clear()
         self._raised.clear()
+        self._tellers.clear()
         self._nonfinite.clear()
         self._let_through.clear()
         self._not_before.clear()
@@ -155,6 +157,8 @@ class Microbatches:
         unwanted = {each.incarnation for each in leaving if each.leave_by <= ends_at}
         unwanted |= self.leader.watch.suspects
         unwanted.update(self._raised.get(index, ()), self._nonfinite.get(index, ()))
+        if self._failures.get(index, 0) > 1:
+            unwanted.update(self._tellers.get(index, ()))
         elsewhere = {name for each in leader.live for name in each.active} - step.active.keys()
         return [
             *sorted(elsewhere),
@@ -279,6 +283,9 @@ class Microbatches:
             what: FailureKind = "timeout" if kind == "timeout" else "error"
             leader.router.failed(suspect, what, loop.time())
             await self._fence_or_expel(step, issue, suspect, why)
+            if kind == "failed" and failures > 1:  # once it costs the stage's own work alone
+                for teller in self._others_may_tell(step, issue, hop):
+                    await self._fence_or_expel(step, issue, teller, why)
             if kind == "unreachable" and hop > 0 and suspect in step.active:
                 # It answers us but not its upstream: keep the two apart, blame neither.
                 upstream = issue.route[hop - 1]
@@ -300,13 +307,30 @@ class Microbatches:
         leader, suspect = self.leader, issue.route[hop]
         raised = self._raised.setdefault(issue.index, [])
         raised.append(suspect)
+        tellers = self._tellers.setdefault(issue.index, set())
+        tellers.update(issue.route[:hop])
         there = step.replicas(hop)
-        if len(raised) >= MAX_FAILURES and set(there) <= set(raised):
+        told_by_all = all(
+            len(before) == 1 or tellers.issuperset(before)
+            for before in map(step.replicas, range(hop))
+        )
+        if len(raised) >= MAX_FAILURES and set(there) <= set(raised) and told_by_all:
             what = f"stage {hop} cannot compute microbatch {issue.index}: {why}"
             raise StageFailedError(what)
         if raised.count(suspect) >= MAX_RAISED and set(there) - set(raised):
             leader.hold_off(suspect)
             leader.expel(step, suspect, f"fails again and again: {why}")
+
+    @staticmethod
+    def _others_may_tell(step: Step, issue: Issue, hop: int) -> list[str]:
+        """Those before `hop` who hold the microbatch and have twins: what was told by way of them
+        may be a lie, so that the next try goes by way of others."""
+        held = zip(issue.route[:hop], step.hops[issue.index], strict=False)
+        return [
+            replica
+            for stage, (replica, holder) in enumerate(held)
+            if replica == holder and len(step.replicas(stage)) > 1
+        ]
 
     def _note_nonfinite(self, step: Step, issue: Issue, hop: int) -> None:
         """A replica made of numbers what is none. If everybody of its stage does, and one that is

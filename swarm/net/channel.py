@@ -383,6 +383,12 @@ class Channel:
             reply = self._error(header["id"], "refused", error.message, {})
         except SwarmError as error:
             reply = self._error(header["id"], "unreachable", str(error), {})
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Not the answer was given up, but what it waited for.
+            reply = self._error(header["id"], "refused", "given up here", {})
         except Exception as error:
             # A defect here must not leave the caller waiting for ever.
             log.exception("%s of %s", header["method"], self.peer)

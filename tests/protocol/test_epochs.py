@@ -165,6 +165,32 @@ def test_without_a_checkpoint_the_run_begins_again() -> None:
     assert swarm.epochs == [(1, 0)]
 
 
+def test_first_weights_that_differ_are_fetched_where_the_run_begins_again_too() -> None:
+    """As between kinds of CPU; here of one of three replicas, from the epoch on."""
+    swarm = EpochSwarm(num_stages=3, replicas=(2, 1, 3), plan=plan(4, STEPS), trainer_ids=ALONE)
+    swarm.every, swarm.point, swarm.step, swarm.lost = 0, "forward", 3, 1
+    seen, differing = swarm.on_probe, list[str]()
+
+    def probe(who: str, point: str, facts: dict[str, Any]) -> None:
+        seen(who, point, facts)
+        if point == "epoch":
+            catching_up = swarm.members["r2.1"].catching_up
+            assert catching_up is not None
+            weights = catching_up._first_weights
+            assert weights is not None
+
+            def others() -> dict[str, Any]:
+                differing.append("r2.1")
+                return {name: each + 1e-3 for name, each in weights().items()}
+
+            catching_up._first_weights = others
+
+    swarm.on_probe = probe  # type: ignore[method-assign]
+    run_exactly(swarm)
+    assert differing == ["r2.1"], "drawn once, and then fetched"
+    assert swarm.epochs == [(1, 0)]
+
+
 def test_before_the_first_commit_nothing_is_lost() -> None:
     swarm = swarm_of()
     swarm.point, swarm.step = "counted", 0

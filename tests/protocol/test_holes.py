@@ -328,6 +328,28 @@ def corrupted(swarm: Swarm, victim: str, point: str, step: int) -> None:
     swarm.on_probe = probe  # type: ignore[method-assign]
 
 
+@pytest.mark.parametrize("victim", ["r1.0", "r1.2"])
+@pytest.mark.parametrize("policy", ["exact", "delayed"])
+def test_first_weights_that_differ_are_fetched_from_most_twins(victim: str, policy: str) -> None:
+    """As between kinds of CPU. The step tells nothing: it is 0 before and after."""
+    swarm = Swarm(plan=plan(4, 4), replicas=(1, 3, 1), policy=policy)
+    seen, struck = swarm.on_probe, list[str]()
+
+    def probe(who: str, point: str, facts: dict[str, Any]) -> None:
+        if (who, point, facts.get("step")) == (victim, "forward", 0) and not struck:
+            struck.append(who)
+            server = swarm.members[victim].server
+            assert server is not None
+            for version in server.state.live:
+                version.parameters[0] += 1e-3
+        seen(who, point, facts)
+
+    swarm.on_probe = probe  # type: ignore[method-assign]
+    assert swarm.run(4, limit_s=100.0)["sha256"] == baseline(4, policy=policy)[0]
+    assert struck
+    assert reasons(swarm, "diverged") == [f"{victim}#1"]
+
+
 @pytest.mark.parametrize("victim", ["r1.0", "r1.1"])
 def test_a_state_that_changes_by_itself_has_no_part_in_the_gradient(victim: str) -> None:
     """Its own fingerprint from the commit tells, before anything is averaged with it.

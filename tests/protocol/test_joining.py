@@ -9,13 +9,14 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from peer import joining, snapshots
+from peer import gradients, joining, snapshots
 from peer.disk import MemoryDisk
 from peer.downloads import WINDOW
 from peer.following import FOLLOW_WINDOW
@@ -133,6 +134,40 @@ class Joining(Swarm):
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshots, "CHUNK", 1)
+
+
+async def nonsense(*_: Any) -> Message:
+    return Message({"step": "x"})
+
+
+async def never(*_: Any) -> Message:
+    """Its device hangs, and its process answers pings."""
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("method", "answer"),
+    [("snapshot", nonsense), ("snapshot", never), ("gradient", nonsense), ("gradient", never)],
+    ids=["odd offer", "no offer", "odd gradient", "no gradient"],
+)
+def test_one_bad_donor_keeps_nobody_out(
+    method: str, answer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "OTHERS_S", 0.2)
+    monkeypatch.setattr(snapshots, "WAIT_S", 0.3)  # for a commit, before a donor says no
+    monkeypatch.setattr(gradients, "CHUNK_S", 1.0)
+    swarm = Joining(60, rate_bps=1e6)
+    seen = swarm.on_probe
+
+    def probe(who: str, point: str, facts: dict[str, Any]) -> None:
+        if (point, facts.get("step")) == ("record", 0):
+            methods = swarm.members["r1.0"].links.methods
+            methods[method] = replace(methods[method], handle=answer)
+        seen(who, point, facts)
+
+    swarm.on_probe = probe  # type: ignore[method-assign]
+    swarm.finish()
 
 
 def note_questions(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
@@ -267,7 +302,7 @@ def test_the_only_donor_is_cut_off_and_the_download_goes_on() -> None:
 
 def test_the_leader_is_lost_during_the_download() -> None:
     """The download does not need it, and the joiner finds it again."""
-    swarm = Joining(60)
+    swarm = Joining(60, rate_bps=1e6)
     swarm.silence_s = 1.0
 
     def cut() -> None:
@@ -327,7 +362,7 @@ def lie(swarm: Joining, liar: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_wrong_chunk_is_noticed_and_its_donor_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    swarm = Joining(60)
+    swarm = Joining(60, rate_bps=1e6)
     lie(swarm, "r1.1", monkeypatch)
     swarm.finish()
     assert [facts["donor"] for _, facts in swarm.at("bad_chunk") if "donor" in facts] == ["r1.1#1"]
@@ -360,7 +395,7 @@ def test_a_state_that_its_only_donor_got_wrong_is_found_at_the_first_commit(
 
 def test_a_bit_flips_in_transit() -> None:
     """In a frame of a chunk, once: the chunk is fetched elsewhere."""
-    swarm = Joining(60)
+    swarm = Joining(60, rate_bps=1e6)
     flipped: list[str] = []
 
     def corrupt(source: str, target: str, data: bytes) -> bytes:

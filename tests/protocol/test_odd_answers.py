@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from peer import inquiries
+from peer.admission import _usable
 from peer.averaging import Prepared
 from peer.disk import MemoryDisk
 from peer.leader import Leader
@@ -231,6 +232,69 @@ def test_who_names_a_suspect_of_another_stage_is_one_itself() -> None:
         await leader.aclose()
 
     run(main(), limit_s=1000)
+
+
+def test_who_refuses_to_average_again_and_again_is_left_out_for_a_while() -> None:
+    async def main() -> None:
+        leader, step = make({})
+        member = leader.members.by_name["r0.0#1"]
+        for times in (1, 2):
+            await leader.averager._blame(step, "r0.0#1", CallFailedError("refused", "no"))
+            assert member.hold_offs == times - 1
+        await leader.aclose()
+
+    run(main(), limit_s=100)
+
+
+def test_a_replica_that_has_counted_nothing_is_not_adopted() -> None:
+    """But reset: what its ledger does not tell of, its accumulator may still hold."""
+
+    async def adopted(counted: list[int]) -> bool:
+        leader, step = make({"step": 0, "counted": counted, "losses": {}})
+        member = leader.members.by_name["r1.0#1"]
+        step.expel(member.incarnation, "")
+        try:
+            return await leader.admission._adopt(member, step, leader.links)  # type: ignore[arg-type]
+        finally:
+            await leader.aclose()
+
+    assert run(adopted([1]), limit_s=100)
+    assert not run(adopted([]), limit_s=100)
+
+
+def test_addresses_of_a_member_leave_room_for_those_of_others() -> None:
+    """All go into one header, of 1 MiB, to everybody."""
+    assert _usable(["/ip4/1.2.3.4/tcp/1"]) == ("/ip4/1.2.3.4/tcp/1",)
+    assert _usable(["\u20ac" * 9, "x" * 201, 7, None]) == ()
+    assert len(_usable(["x" * 200] * 32)) == 16
+
+
+class Lying(Odd):
+    """Whatever goes by way of r0.0 fails, it says, at the next hop; what does not is computed."""
+
+    async def call(self, method: str, body: Any, tensors: Any = (), **_: Any) -> Message:
+        if method != "microbatch":
+            return Message({"fenced": True})
+        if body["route"][0] == "r0.0#1":
+            raise CallFailedError("failed", "a kernel failed", hop=1)
+        return Message({"loss": 1.0, "timings": [[0.1, 0.1, 0.0]] * 2})
+
+
+def test_a_lie_about_the_next_hop_does_not_end_the_run() -> None:
+    async def main() -> None:
+        leader, step = make({})
+        leader.links = Lying({})  # type: ignore[assignment]
+        for _ in range(2 * MAX_FAILURES):
+            issue = step.issue(0, 0.0, leader.microbatches._unwanted(step, 0))
+            if issue is None:
+                break
+            await leader.microbatches._drive(step, issue)
+        assert leader.microbatches.losses == {0: 1.0}
+        assert not step.expelled
+        await leader.aclose()
+
+    for _ in range(4):
+        run(main(), limit_s=100)
 
 
 class Failing(Odd):

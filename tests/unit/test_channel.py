@@ -415,6 +415,25 @@ def test_an_answer_that_cannot_be_sent_is_an_error_to_who_waits(how: str) -> Non
     with_pair(check)
 
 
+def test_an_answer_whose_work_is_given_up_is_an_error_to_who_waits() -> None:
+    """Somebody cancels what the handler waits for, and not the handler."""
+
+    async def waits(channel: Channel, message: Message) -> Message:
+        work = asyncio.ensure_future(asyncio.sleep(100))
+        asyncio.get_running_loop().call_later(1, work.cancel)
+        await asyncio.shield(work)
+        raise AssertionError
+
+    async def check(pair: Pair, channel: Channel) -> None:
+        pair.b.methods["waits"] = Method(waits, no_tensors)
+        with pytest.raises(CallFailedError, match="given up here") as failed:
+            await channel.call("waits", {})
+        assert failed.value.kind == "refused"
+        assert (await channel.call("echo", {})).body["from"] == "a"
+
+    with_pair(check)
+
+
 def test_an_error_may_have_any_detail() -> None:
     """Names of our own arguments among them: the call must end all the same."""
     for name in ("kind", "message", "self", ""):

@@ -80,14 +80,22 @@ def no_room(name: str) -> Break:
     return fail
 
 
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fetch(leader: Any) -> list[Snapshot]:
+        raise RuntimeError("not enough memory")  # as torch says it on a CPU
+
+    monkeypatch.setattr(checkpointing, "fetch_states", fetch)
+
+
 @pytest.mark.parametrize(
     ("fail", "reason"),
     [
+        (no_memory, "not enough memory"),
         (refused, "stage 1 has no replica"),
         (no_room("begin"), "cannot write: No space left on device - free some space"),
         (no_room("write_stage"), "cannot write: No space left on device - free some space"),
     ],
-    ids=["a stage without a replica", "no room to begin", "no room for a stage"],
+    ids=["no memory", "a stage without a replica", "no room to begin", "no room for a stage"],
 )
 def test_what_cannot_be_had_is_told_and_the_next_one_is_taken(
     taking: Taking, fail: Break, reason: str
