@@ -81,7 +81,7 @@ COMMANDS = {
     ),
     "lan_of_2": Command(1.5, f"throughput.py {LARGER} --microbatch-size 2"),
     "lan_of_4": Command(1.5, f"throughput.py {LARGER} --microbatch-size 4"),
-    "averaged": Command(1, f"throughput.py {AVERAGED} --parameters 100000"),
+    "averaged": Command(4, f"throughput.py {AVERAGED} --parameters 100000 --rounds 5"),
     "averaged_more": Command(1, f"throughput.py {AVERAGED} --parameters 1000000"),
     "averaged_longer": Command(  # steps of 262,144 tokens
         2, f"throughput.py {AVERAGED} --parameters 1000000 --microbatches 64 --seconds 20"
