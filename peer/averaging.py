@@ -330,9 +330,7 @@ class Averaging:
             return
         suspect = error.detail.get("suspect")
         if not isinstance(suspect, str) or step.active.get(suspect) != step.active.get(member):
-            suspect = (
-                member  # nobody named: its own computation failed; or who was not in its round
-            )
+            suspect = member  # its own computation failed, or it named who was not in its round
         if suspect in step.active:
             count = self._suspects[suspect] = self._suspects.get(suspect, 0) + 1
             alone = len(step.replicas(step.active[suspect])) == 1

@@ -14,7 +14,6 @@ and the state itself.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import random
@@ -36,7 +35,7 @@ from swarm.errors import RefusedError, SwarmError, WireError
 from swarm.net.channel import Channel
 from swarm.net.links import Links, peer_of
 from swarm.stage_state import GradientFacts
-from swarm.tasks import TaskSet, as_answered
+from swarm.tasks import TaskSet
 from swarm.terms import Record
 
 log = logging.getLogger(__name__)
@@ -411,22 +410,33 @@ async def _gather(calls: Mapping[str, Coroutine[Any, Any, Any]]) -> dict[str, An
     Once one has, the others have a while; and nobody is waited for for ever: the device of one may
     hang while its process answers pings.
     """
-    names: dict[asyncio.Task[Any], str] = {}
-
-    async def named(name: str, call: Coroutine[Any, Any, Any]) -> Any:
-        names[asyncio.current_task()] = name  # type: ignore[index]
-        async with asyncio.timeout(ANSWER_S):
-            return await call
-
+    asked = {name: asyncio.ensure_future(call) for name, call in calls.items()}
+    pending, wait_s = set(asked.values()), ANSWER_S
+    try:
+        while pending:
+            ended, pending = await asyncio.wait(
+                pending, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not ended:
+                break
+            if any(not t.cancelled() and t.exception() is None for t in ended):
+                # Who refuses hurries nobody.
+                wait_s = OTHERS_S
+    finally:
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
     found = {}
-    answering = as_answered([named(*each) for each in calls.items()], OTHERS_S)
-    async with contextlib.aclosing(answering):
-        async for task in answering:
-            try:
-                found[names[task]] = task.result()
-            except (SwarmError, TimeoutError) as error:
-                log.debug("%s: %s", names[task][-8:], error or "no answer")
-    return {name: found[name] for name in calls if name in found}
+    for name, task in asked.items():
+        if task.cancelled():
+            log.debug("%s: no answer", name[-8:])
+        elif (error := task.exception()) is None:
+            found[name] = task.result()
+        elif isinstance(error, SwarmError):
+            log.debug("%s: %s", name[-8:], error)
+        else:
+            raise error
+    return found
 
 
 async def _release(channel: Channel) -> None:
