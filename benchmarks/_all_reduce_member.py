@@ -19,6 +19,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from swarm.net.stream_limit import StreamLimit
+from swarm.net.striped import Gathering, dial_striped
+
 SUM, END = b"\x01", b"\x02"
 BARE = "/swarm-parallel/bench/bare"
 GROUP_TIMEOUT_S, GROUP_TRIALS = 60, 3
@@ -46,7 +49,7 @@ class BareStreams:
         self.plan: Any = None
         self.ready = asyncio.Event()
         self.served = asyncio.Semaphore(0)
-        transport.serve(BARE, self.accept)
+        transport.serve(BARE, Gathering(self.accept, StreamLimit("bare", 1000, 1000)))
 
     def prepare(self, plan: Any, local: torch.Tensor, out: torch.Tensor) -> None:
         self.plan, self.me = plan, plan.members.index(self.transport.peer_id)
@@ -80,7 +83,8 @@ class BareStreams:
 
     async def run(self) -> None:
         async def exchange(member: int, peer: str) -> None:
-            stream = await self.transport.dial(peer, BARE, self.addresses[peer])
+            addresses, stripes = self.addresses[peer], self.plan.num_stripes
+            stream = await dial_striped(self.transport, peer, BARE, addresses, stripes)
 
             async def give() -> None:
                 for start, stop in self.given(member):

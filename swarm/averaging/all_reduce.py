@@ -1,8 +1,9 @@
 """Group all-reduce over direct streams: reduce-scatter and all-gather, in parallel chunks; or, for
 two and for little, a direct exchange.
 
-Each member owns one part (`plan`), and dials every other one once per round. On a stream it sends
-its contribution to the other's part, chunk by chunk, and receives the sums on the same stream:
+Each member owns one part (`plan`), and dials every other one once per round. On a stream (where it
+pays of several stripes: `swarm.net.striped`) it sends its contribution to the other's part, chunk
+by chunk, and receives the sums on the same stream:
 
     dialler → owner   frame {round, from, to, plan, part, accumulate} · chunk 0 · chunk 1 · …
     owner → dialler   0x01 · sum 0 · 0x01 · sum 1 · …   or, instead of one, a notice:
@@ -55,7 +56,8 @@ from swarm.averaging.sums import DTYPES, byte_view, round_alone
 from swarm.errors import StreamClosedError, WireError
 from swarm.net.links import peer_of
 from swarm.net.stream_limit import StreamLimit
-from swarm.net.transport import Stream, Transport
+from swarm.net.striped import Gathering, dial_striped
+from swarm.net.transport import Buffer, Stream, Transport
 from swarm.tasks import TaskSet
 from swarm.wire.frames import check_no_tensors, protocol_name, read_frame
 
@@ -103,7 +105,7 @@ class GroupAllReduce:
 
     def serve(self) -> None:
         """Accept the streams of rounds from now on."""
-        self.transport.serve(PROTOCOL, self._accept)
+        self.transport.serve(PROTOCOL, Gathering(self._accept, self._unread))
 
     async def all_reduce(
         self,
@@ -163,9 +165,10 @@ class GroupAllReduce:
             if len(self._ended) > MAX_ENDED:
                 del self._ended[next(iter(self._ended))]
 
-    async def _dial(self, member: str) -> Stream:
+    async def _dial(self, member: str, count: int, first: Sequence[Buffer]) -> Stream:
         peer = peer_of(member)
-        return await self.transport.dial(peer, PROTOCOL, self._addresses(peer))
+        addresses = self._addresses(peer)
+        return await dial_striped(self.transport, peer, PROTOCOL, addresses, count, first)
 
     async def _accept(self, stream: Stream) -> None:
         try:

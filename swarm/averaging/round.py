@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from swarm.averaging.plan import EXACT, MAX_MEMBERS, Chunk, Plan
 from swarm.averaging.progress import Count, Link, Rates
 from swarm.averaging.sums import decode_chunk, encode_chunk, sum_rounded
 from swarm.errors import StreamClosedError, TransportError, WireError
+from swarm.net.striped import MAX_STRIPES
 from swarm.net.transport import Buffer, Stream
 from swarm.tasks import TaskSet
 from swarm.wire.frames import check_no_tensors, encode_frame, read_frame
@@ -23,6 +24,8 @@ _SUM, _NOTICE, _TAKEN = b"\x01", b"\x00", b"\x02"
 MAX_NOTICE_BYTES = 4096
 log = logging.getLogger(__name__)
 _MAX_REASON = 300
+# To a member, with so many stripes, and what is sent first.
+Dial = Callable[[str, int, Sequence[Buffer]], Awaitable[Stream]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +37,8 @@ class Limits:
     settle_s: float = 0.5  # for a member that gives up to say why, and to be heard
     linger_s: float = 60.0  # for a peer to take the last bytes out of the transport
     window: int = 4  # chunks per peer that have come in and wait for those of others
-    max_unread: int = 512  # streams that have not said yet of which round they are
-    max_unread_of_one: int = 16
+    max_unread: int = 512  # streams that have not said yet of which round they are, with stripes
+    max_unread_of_one: int = 4 * MAX_STRIPES
     max_parked: int = MAX_MEMBERS  # streams of rounds not started here
     max_parked_per_peer: int = 4
 
@@ -69,7 +72,7 @@ class Round:
         self.failure: RoundFailedError | None = None
         self.ended = asyncio.Event()
 
-    async def run(self, dial: Callable[[str], Awaitable[Stream]]) -> None:
+    async def run(self, dial: Dial) -> None:
         """Exchange with all members. Raises as `GroupAllReduce.all_reduce` says."""
         for link in self._links.values():
             link.active_at = asyncio.get_running_loop().time()
@@ -151,9 +154,7 @@ class Round:
 
     # The parts of a round, one task each per member
 
-    async def _contribute(self, link: Link, dial: Callable[[str], Awaitable[Stream]]) -> None:
-        stream = await dial(link.member)
-        link.dialled = stream
+    async def _contribute(self, link: Link, dial: Dial) -> None:
         header = {
             "round": self.round_id,
             "from": self.me,
@@ -162,8 +163,9 @@ class Round:
             "part": self.plan.part(link.index).num_elements,
             "accumulate": self.plan.accumulate,
         }
+        stream = await dial(link.member, self.plan.num_stripes, encode_frame(header))
+        link.dialled = stream
         self._spawn(link, self._collect(link, stream))
-        await stream.send(encode_frame(header))
         for chunk in self.plan.chunks(link.index):
             await stream.send([self._given_for(chunk)])
         link.contributed = True

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
 from swarm.net.identity import claim_identity
 from swarm.net.memory_directory import MemoryDirectory, Shared
-from swarm.net.transport import Directory, Transport
+from swarm.net.stream_limit import StreamLimit
+from swarm.net.striped import Gathering, dial_striped
+from swarm.net.transport import Directory, Handler, Stream, Transport
 
 MakeTransports = Callable[[int], AbstractAsyncContextManager[list[Transport]]]
 MakeDirectories = Callable[[int], AbstractAsyncContextManager[list[Directory]]]
@@ -37,6 +39,36 @@ async def libp2p_transports(count: int) -> AsyncIterator[list[Transport]]:
     finally:
         for transport in transports:
             await transport.close()
+
+
+class Striped:
+    """A transport, all of whose streams have several stripes."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.peer_id, self.close = transport.peer_id, transport.close
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return self._transport.addresses
+
+    def serve(self, protocol: str, handler: Handler) -> None:
+        self._transport.serve(protocol, Gathering(handler, StreamLimit("test", 64, 64)))
+
+    async def dial(self, peer_id: str, protocol: str, addresses: Sequence[str] = ()) -> Stream:
+        return await dial_striped(self._transport, peer_id, protocol, addresses, 3)
+
+
+@asynccontextmanager
+async def striped_memory_transports(count: int) -> AsyncIterator[list[Transport]]:
+    async with memory_transports(count) as transports:
+        yield [Striped(each) for each in transports]
+
+
+@asynccontextmanager
+async def striped_libp2p_transports(count: int) -> AsyncIterator[list[Transport]]:
+    async with libp2p_transports(count) as transports:
+        yield [Striped(each) for each in transports]
 
 
 @asynccontextmanager

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from swarm.averaging import plan as plan_module
 from swarm.averaging import round as round_module
 from swarm.averaging.all_reduce import PROTOCOL, GroupAllReduce, Limits, RoundFailedError
 from swarm.averaging.plan import (
@@ -29,6 +30,7 @@ from swarm.averaging.progress import Link
 from swarm.net.links import peer_of
 from swarm.net.memory import MemoryNetwork
 from swarm.net.memory_stream import MemoryStream
+from swarm.net.striped import dial_striped
 from swarm.net.transport import Stream
 from swarm.sim.virtual_time import run
 from swarm.wire.codecs import decode, encode
@@ -122,6 +124,25 @@ def simulate(
 
     coroutine: Coroutine[Any, Any, None] = main()
     run(coroutine, **options)
+
+
+@pytest.mark.parametrize(("num_members", "stripes"), [(2, 8), (3, 2), (4, 1)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_stripes_carry_the_same_sum(num_members: int, stripes: int, dtype: torch.dtype) -> None:
+    async def script(group: Group) -> None:
+        group.network.rate_bps = 1e8
+        tasks = [asyncio.ensure_future(group.member(member)) for member in group.members]
+        await asyncio.sleep(0.1)  # all have dialled, and none has sent its 3 MB
+        here = group.network.transports["peer0"]
+        assert len(here.streams) == 2 * stripes * (num_members - 1)  # dialled and served
+        await asyncio.gather(*tasks)
+        for member in group.members:
+            assert torch.equal(group.out[member], group.expected())
+
+    simulate(
+        lambda: Group(num_members, 400_000, dtype, chunk_elements=CHUNK_ELEMENTS),
+        script,
+    )
 
 
 @pytest.mark.parametrize("num_members", [1, 2, 3, 4, 5])
@@ -342,9 +363,12 @@ def test_a_frozen_member_is_found_by_its_silence(when_s: float) -> None:
     simulate(lambda: Group(4, 40_000, torch.float64), script)
 
 
+@pytest.mark.parametrize("striped", [False, True])
 @pytest.mark.parametrize("seed", range(30))
-def test_whatever_fails_whenever(seed: int) -> None:
+def test_whatever_fails_whenever(seed: int, striped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who returns holds the sum, who raises blames the one that failed, and the rest go on."""
+    if striped:
+        monkeypatch.setattr(plan_module, "STRIPE_BYTES", 64)
     chance = random.Random(seed)
     blamed: list[str] = []
 
@@ -385,7 +409,8 @@ def test_whatever_fails_whenever(seed: int) -> None:
         for member in rest:
             assert torch.equal(group.out[member], group.expected())
 
-    simulate(lambda: Group(chance.randint(3, 5), 3000, torch.float64, seed), script)
+    sizes = (2, 3) if striped else (3, 5)  # more do without stripes
+    simulate(lambda: Group(chance.randint(*sizes), 3000, torch.float64, seed), script)
     if seed == 0:
         assert blamed
 
@@ -393,6 +418,7 @@ def test_whatever_fails_whenever(seed: int) -> None:
 DIRECT_GROUPS = [  # members, elements, codec
     (2, 1000, EXACT),
     (2, 60_000, "int8"),
+    (2, 300_000, "int8"),  # in four stripes
     (3, 1000, EXACT),
     (4, 1000, EXACT),
 ]
@@ -519,7 +545,9 @@ def test_no_stream_of_a_direct_round_is_ended_before_the_other_has_all(
         await asyncio.wait([tasks[fast]])
         ended_at = asyncio.get_running_loop().time()
         await asyncio.sleep(1.0)  # of virtual time: what the other says, and the ends, arrive
-        assert len(closed_at) == 2
+        stripes = make_plan(group.members, 80_000, "float32").num_stripes
+        assert stripes > 1
+        assert len(closed_at) == 2 * stripes
         assert min(closed_at) >= ended_at
         assert not any(transport.streams for transport in group.network.transports.values())
 
@@ -706,7 +734,7 @@ def test_a_stranger_cannot_disturb_a_round(changes: dict[str, object]) -> None:
         tasks = [asyncio.ensure_future(group.member(m)) for m in group.members]
         streams = []
         for _ in range(9):  # more than may be parked for one peer
-            streams.append(await stranger.dial("peer0", PROTOCOL))
+            streams.append(await dial_striped(stranger, "peer0", PROTOCOL, (), 1))
             await streams[-1].send(encode_frame(header(group, **changes)))
             await streams[-1].send([b"\x00" * 10_000])
         raw = await stranger.dial("peer0", PROTOCOL)
@@ -735,7 +763,8 @@ def test_strangers_do_not_take_the_places_of_who_waits_for_a_late_member() -> No
         group.reducers[late].serve()
 
         async def park(name: str) -> Stream:
-            stream = await group.network.transport(name).dial(peer_of(late), PROTOCOL)
+            transport = group.network.transport(name)
+            stream = await dial_striped(transport, peer_of(late), PROTOCOL, (), 1)
             await stream.send(encode_frame(header(group, **{"from": name})))
             await asyncio.sleep(0.1)
             return stream

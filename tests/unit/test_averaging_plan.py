@@ -102,6 +102,26 @@ def test_when_everybody_sums_everything(
             assert sent <= DIRECT_BYTES
 
 
+@pytest.mark.parametrize(
+    ("num_members", "num_elements", "codec", "expected"),
+    [
+        (1, 1_000_000, "float32", 1),
+        (2, 10, "float32", 1),
+        (2, 32_768, "float32", 2),  # of 64 KiB
+        (2, 1_000_000, "float32", 8),
+        (2, 200_000, "int8", 3),  # all to the other
+        (3, 1_000_000, "float32", 2),
+        (4, 1_000_000, "float32", 1),
+    ],
+)
+def test_stripes_where_there_is_much_for_few(
+    num_members: int, num_elements: int, codec: str, expected: int
+) -> None:
+    members = [f"m{number}" for number in range(num_members)]
+    plan = make_plan(members, num_elements, "float32", codec=codec)
+    assert plan.num_stripes == expected
+
+
 def test_digest_tells_plans_apart() -> None:
     plans = [
         make_plan(["a", "b"], 100, "float64"),
