@@ -49,7 +49,7 @@ class BareStreams:
         self.plan: Any = None
         self.ready = asyncio.Event()
         self.served = asyncio.Semaphore(0)
-        transport.serve(BARE, Gathering(self.accept, StreamLimit("bare", 1000, 1000)))
+        transport.serve(BARE, Gathering(self.greet, self.accept, StreamLimit("bare", 1000, 1000)))
 
     def prepare(self, plan: Any, local: torch.Tensor, out: torch.Tensor) -> None:
         self.plan, self.me = plan, plan.members.index(self.transport.peer_id)
@@ -65,7 +65,10 @@ class BareStreams:
     def sums(self, owner: int) -> list[tuple[int, int]]:
         return [(c.start * 4, c.stop * 4) for c in self.plan.replies(owner)]
 
-    async def accept(self, stream: Any) -> None:
+    async def greet(self, stream: Any) -> None:
+        """What comes first here is data already."""
+
+    async def accept(self, stream: Any, first: None, num_stripes: int) -> None:
         await self.ready.wait()
         scratch = memoryview(bytearray(self.plan.chunk_elements * self.itemsize))
 
@@ -83,7 +86,7 @@ class BareStreams:
 
     async def run(self) -> None:
         async def exchange(member: int, peer: str) -> None:
-            addresses, stripes = self.addresses[peer], self.plan.num_stripes
+            addresses, stripes = self.addresses[peer], self.plan.num_stripes(member)
             stream = await dial_striped(self.transport, peer, BARE, addresses, stripes)
 
             async def give() -> None:

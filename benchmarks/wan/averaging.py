@@ -51,7 +51,7 @@ def measure(
     sides = {**{str(each): each for each in options.connections}, "gloo": 0}
     taken: dict[str, list[float]] = {side: [] for side in sides}
     busy: dict[str, list[float]] = {f"{side} busy": [] for side in sides}
-    lab = Lab(profile, num, congestion=congestion)
+    lab = Lab(profile, num, congestion=congestion, keep_window=options.keep_window)
     with lab:
         lines = given(lab)
         members = start(lab, max(options.connections))
@@ -96,11 +96,11 @@ def least_s(profile: str, num: int, mb: float) -> float:
 def compared(
     profile: str, num: int, congestion: str, connections: int, medians: dict[str, float], mb: float
 ) -> list[dict[str, Any]]:
-    """A line of the table, printed, and its results."""
+    """A line of the table, printed, and its results. `congestion` is a column of it."""
     ours, gloo, least = medians[str(connections)], medians["gloo"], least_s(profile, num, mb)
     busy, gloo_busy = medians[f"{connections} busy"], medians["gloo busy"]
     print(
-        f"{profile:9} {congestion:6} {num:7} {connections:11} {ours:8.3f} ({busy:.2f})"
+        f"{profile:9} {congestion:10} {num:7} {connections:11} {ours:8.3f} ({busy:.2f})"
         f" {gloo:8.3f} ({gloo_busy:.2f}) {ours / gloo:10.2f}x {least:12.2f}"
     )
     name = f"{profile}, {num} members, {mb:g} MB, {congestion}"
@@ -124,18 +124,20 @@ def main() -> None:
     parser.add_argument("--mb", type=float, default=16, help="of float32")
     parser.add_argument("--connections", type=int, nargs="+", default=[1], help="in turn")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--keep-window", action="store_true", help="no slow start after a pause")
     options = parser.parse_args()
     results = []
     print(
-        "profile   TCP    members connections   ours s (busy)   gloo s (busy)   ours/gloo"
+        "profile   TCP        members connections   ours s (busy)   gloo s (busy)   ours/gloo"
         "   payload alone s"
     )
     for profile in options.profiles:
         for num in options.members:
             for congestion in options.congestion:
                 medians, lab = measure(profile, num, congestion, options)
+                tcp = congestion + ("+keep" if options.keep_window else "")
                 for connections in options.connections:
-                    found = compared(profile, num, congestion, connections, medians, options.mb)
+                    found = compared(profile, num, tcp, connections, medians, options.mb)
                     results += [{**each, "lab": lab} for each in found]
                 print(f"   {said(lab['lines'])}; hub {lab['hub']}", flush=True)
     print_results("wan_all_reduce", results)

@@ -62,7 +62,7 @@ CONNECTIONS = "--connections 1 2 4 8 16"
 COMMANDS = {
     "line": Command(8, "line.py --plot benchmarks/out/wan_line.png"),
     "averaging": Command(14, "averaging.py"),
-    "pairs": Command(3, "averaging.py --members 2 --mb 4 --rounds 9"),
+    "pairs": Command(3, "averaging.py --members 2 --mb 1 --rounds 9 --keep-window"),
     "connections": Command(
         8, f"averaging.py --members 4 --profiles fibre home --mb 8 --rounds 3 {CONNECTIONS}"
     ),

@@ -72,6 +72,7 @@ class _Parked:
     """A stream that came before the order to start its round."""
 
     header: dict[str, Any]
+    num_stripes: int
     started: asyncio.Future[Round | None]  # None: it had to give way
 
 
@@ -105,7 +106,8 @@ class GroupAllReduce:
 
     def serve(self) -> None:
         """Accept the streams of rounds from now on."""
-        self.transport.serve(PROTOCOL, Gathering(self._accept, self._unread))
+        gathering = Gathering(self._read_header, self._serve, self._unread)
+        self.transport.serve(PROTOCOL, gathering)
 
     async def all_reduce(
         self,
@@ -170,18 +172,11 @@ class GroupAllReduce:
         addresses = self._addresses(peer)
         return await dial_striped(self.transport, peer, PROTOCOL, addresses, count, first)
 
-    async def _accept(self, stream: Stream) -> None:
+    async def _serve(self, stream: Stream, header: dict[str, Any], num_stripes: int) -> None:
         try:
-            with self._unread.one_more(stream.peer) as room:
-                if not room:
-                    stream.abort()
-                    return
-                async with asyncio.timeout(self.limits.silence_s):
-                    header = await self._read_header(stream)
-            current = await self._find_round(stream, header)
-            if current is None:
-                return
-            await current.serve(stream, header)
+            current = await self._find_round(stream, header, num_stripes)
+            if current is not None:
+                await current.serve(stream, header)
         except (StreamClosedError, WireError, TimeoutError) as error:
             log.debug("a reduce stream of %s ended: %s", stream.peer, error or "silent")
 
@@ -198,7 +193,9 @@ class GroupAllReduce:
             raise WireError("the sender is not the peer at the other end")
         return header
 
-    async def _find_round(self, stream: Stream, header: dict[str, Any]) -> Round | None:
+    async def _find_round(
+        self, stream: Stream, header: dict[str, Any], num_stripes: int
+    ) -> Round | None:
         """The round of a stream, waiting for it to start here; None after telling why not."""
         round_id: str = header["round"]
         if header["to"] not in self.lives:
@@ -211,10 +208,9 @@ class GroupAllReduce:
             return None
         if round_id in self._rounds:
             return self._rounds[round_id]
-        self._make_room(stream.peer)
         found = None
-        if len(self._parked) < self.limits.max_parked and not self._closed:
-            parked = _Parked(header, asyncio.get_running_loop().create_future())
+        if self._make_room(stream.peer, num_stripes) and not self._closed:
+            parked = _Parked(header, num_stripes, asyncio.get_running_loop().create_future())
             self._parked[parked] = stream.peer
             try:
                 async with asyncio.timeout(self.limits.start_s):
@@ -229,20 +225,28 @@ class GroupAllReduce:
             await refuse(stream, "too many rounds wait here", "", self.limits)
         return found
 
-    def _make_room(self, peer: str) -> None:
+    def _make_room(self, peer: str, num_stripes: int) -> bool:
         """Where too many wait, the oldest stream gives way. That of the same peer is most likely of
         an attempt that was given up here. Of all, it is that of a stranger, whose addresses the run
         does not know, and no stranger takes the place of another."""
-        waiting = [each for each, owner in self._parked.items() if owner == peer]
-        if len(waiting) < self.limits.max_parked_per_peer:
-            if len(self._parked) < self.limits.max_parked:
-                return
+        own = [each for each, owner in self._parked.items() if owner == peer]
+        if len(own) >= self.limits.max_parked_per_peer:
+            self._give_way(own[0])
+        while self._num_parked() + num_stripes > self.limits.max_parked:
             strangers = [e for e, owner in self._parked.items() if not self._addresses(owner)]
             waiting = (strangers or list(self._parked)) if self._addresses(peer) else []
-        if waiting:
-            del self._parked[waiting[0]]
-            if not waiting[0].started.done():
-                waiting[0].started.set_result(None)
+            if not waiting:
+                return False
+            self._give_way(waiting[0])
+        return True
+
+    def _num_parked(self) -> int:
+        return sum(each.num_stripes for each in self._parked)
+
+    def _give_way(self, parked: _Parked) -> None:
+        del self._parked[parked]
+        if not parked.started.done():
+            parked.started.set_result(None)
 
     async def aclose(self) -> None:
         """Fail every round and refuse all further streams. Idempotent."""

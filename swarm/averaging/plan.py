@@ -37,8 +37,8 @@ MAX_MEMBERS = 1024
 # What a member may send in a direct round that costs more bytes than parts would: all of it takes
 # 52 ms at 5 Mbit/s, where a hop takes 75 ms; and by peer it is about what TCP sends at once.
 DIRECT_BYTES = 32 * 1024
-# To each other member, by the members of a group, as measured (docs/decisions/group-all-reduce.md):
-# of more members each has streams enough to fill a line.
+# At most, to each other member, by the members of a group; of more each has streams enough to fill
+# a line (docs/decisions/group-all-reduce.md).
 STRIPES = {2: 8, 3: 2}
 STRIPE_BYTES = 64 * 1024  # of what goes to one member; for less no stripe more
 
@@ -110,12 +110,9 @@ class Plan:
         sums = sum(self.sum_bytes(chunk.num_elements) for chunk in self.replies(member))
         return sum(given) + sums * len(others)
 
-    @property
-    def num_stripes(self) -> int:
-        """Of what goes to one other member and comes back from it (`swarm.net.striped`)."""
-        given = self.contribution_bytes(self.num_elements)
-        if not self.direct:
-            given //= len(self.members)
+    def num_stripes(self, owner: int) -> int:
+        """Of the stream to one member, by what goes there (`swarm.net.striped`)."""
+        given = self.contribution_bytes(self.part(owner).num_elements)
         return max(1, min(STRIPES.get(len(self.members), 1), given // STRIPE_BYTES))
 
     def digest(self) -> str:

@@ -37,10 +37,12 @@ class Limits:
     settle_s: float = 0.5  # for a member that gives up to say why, and to be heard
     linger_s: float = 60.0  # for a peer to take the last bytes out of the transport
     window: int = 4  # chunks per peer that have come in and wait for those of others
-    max_unread: int = 512  # streams that have not said yet of which round they are, with stripes
-    max_unread_of_one: int = 4 * MAX_STRIPES
-    max_parked: int = MAX_MEMBERS  # streams of rounds not started here
-    max_parked_per_peer: int = 4
+    # Streams, each stripe by itself, that have not said yet of which round they are, and those of
+    # rounds not started here: one of every member, or eight of one.
+    max_unread: int = 1024
+    max_unread_of_one: int = 8 * MAX_STRIPES
+    max_parked: int = MAX_MEMBERS
+    max_parked_per_peer: int = 4  # rounds
 
 
 class Round:
@@ -163,7 +165,7 @@ class Round:
             "part": self.plan.part(link.index).num_elements,
             "accumulate": self.plan.accumulate,
         }
-        stream = await dial(link.member, self.plan.num_stripes, encode_frame(header))
+        stream = await dial(link.member, self.plan.num_stripes(link.index), encode_frame(header))
         link.dialled = stream
         self._spawn(link, self._collect(link, stream))
         for chunk in self.plan.chunks(link.index):

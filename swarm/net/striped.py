@@ -14,17 +14,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import Generic, TypeVar
 
 from swarm.errors import StreamClosedError, WireError
 from swarm.net.stream_limit import StreamLimit
-from swarm.net.transport import Buffer, Handler, Stream, Transport
+from swarm.net.transport import Buffer, Stream, Transport
 
 BLOCK_BYTES = 64 * 1024
 MAX_STRIPES = 8
 ID_BYTES = 16
 GATHER_S = 10.0  # for all stripes to come, once one has
+GREET_S = 10.0  # for what comes first
 log = logging.getLogger(__name__)
+First = TypeVar("First")
 
 
 class StripedStream:
@@ -54,11 +57,8 @@ class StripedStream:
             raise StreamClosedError(self._ended.message)
         self._sending = True
         try:
-            for part in parts:
-                view = memoryview(part).cast("B")
-                for stripe, start, stop in self._blocks(self._num_sent, len(view)):
-                    await stripe.send([view[start:stop]])
-                self._num_sent += len(view)
+            for stripe, pieces in self._batches(parts):
+                await stripe.send(pieces)
         except StreamClosedError as error:  # of one stripe; what has come in may still be read
             self._ended = error
             raise
@@ -67,6 +67,21 @@ class StripedStream:
             raise
         finally:
             self._sending = False
+
+    def _batches(self, parts: Sequence[Buffer]) -> Iterator[tuple[Stream, list[Buffer]]]:
+        """What goes to which stripe, of one block each, in order."""
+        current, pieces = self._stripes[0], list[Buffer]()
+        for part in parts:
+            view = memoryview(part).cast("B")
+            for stripe, start, stop in self._blocks(self._num_sent, len(view)):
+                if stripe is not current and pieces:
+                    yield current, pieces
+                    pieces = []
+                current = stripe
+                pieces.append(view[start:stop])
+            self._num_sent += len(view)
+        if pieces:
+            yield current, pieces
 
     async def receive_exactly(self, num_bytes: int) -> bytes:
         buffer = bytearray(num_bytes)
@@ -130,53 +145,78 @@ async def dial_striped(
     if not 1 <= count <= MAX_STRIPES or num_first > BLOCK_BYTES:
         raise ValueError(f"{count} stripes, of at most {MAX_STRIPES}; {num_first} bytes at first")
     identity = os.urandom(ID_BYTES)
+    opened: list[Stream] = []
 
     async def dial(number: int) -> Stream:
         stream = await transport.dial(peer, protocol, addresses)
+        opened.append(stream)
         own = bytes([number]) + identity if count > 1 else b""
         await stream.send([bytes([count]) + own, *(first if number == 0 else ())])
         return stream
 
-    tasks = [asyncio.ensure_future(dial(number)) for number in range(count)]
+    tasks: list[asyncio.Task[Stream]] = []
     try:
-        stripes = [await task for task in tasks]
+        front = await dial(0)  # the others find the connection
+        if count == 1:
+            return front
+        tasks += (asyncio.ensure_future(dial(number)) for number in range(1, count))
+        return StripedStream([front, *await asyncio.gather(*tasks)], num_first)
     except BaseException:
         for task in tasks:
             task.cancel()
-        for opened in await asyncio.gather(*tasks, return_exceptions=True):
-            if not isinstance(opened, BaseException):
-                opened.abort()
+        for each in opened:
+            each.abort()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for each in opened:  # while they were cancelled
+            each.abort()
         raise
-    return stripes[0] if count == 1 else StripedStream(stripes, num_first)
 
 
 class _Group:
-    """Streams that belong together, while they come and as long as they are served."""
+    """Streams that belong together, while they come and as long as they are served: by the task of
+    the first of them."""
 
     def __init__(self, count: int) -> None:
         self.stripes: list[Stream | None] = [None] * count
-        self.complete, self.over = asyncio.Event(), asyncio.Event()
+        self.failed = False
+        self.settled = asyncio.Event()  # all have come, or it has failed
+        self.greeted = asyncio.Event()  # and what came first has been read
+        self.over = asyncio.Event()
+        self._timer = asyncio.get_running_loop().call_later(GATHER_S, self.fail)
 
     def add(self, number: int, stream: Stream) -> None:
-        if self.stripes[number] is not None:
-            raise WireError(f"stripe {number} has come already")
+        if self.settled.is_set() or self.stripes[number] is not None:
+            raise WireError(f"no stripe {number} is expected")
         self.stripes[number] = stream
         if None not in self.stripes:
-            self.complete.set()
+            self._timer.cancel()
+            self.settled.set()
+
+    def fail(self) -> None:
+        self.failed = True
+        self._timer.cancel()
+        for event in (self.settled, self.greeted, self.over):
+            event.set()
 
     def whole(self) -> Stream:
         stripes = [each for each in self.stripes if each is not None]
         return stripes[0] if len(stripes) == 1 else StripedStream(stripes)
 
 
-class Gathering:
-    """A `Handler` that gives `handler` one stream for all stripes that belong together.
+class Gathering(Generic[First]):
+    """A `Handler` that makes one stream of all stripes that belong together.
 
-    `limit` bounds streams that have not said what they belong to, or wait for others of it.
+    `greet(stream)` reads what comes first, within `GREET_S`; `handle(stream, first, count)` serves
+    the stream from then on. `limit` bounds those that have not come so far, each stripe by itself.
     """
 
-    def __init__(self, handler: Handler, limit: StreamLimit) -> None:
-        self._handler, self._limit = handler, limit
+    def __init__(
+        self,
+        greet: Callable[[Stream], Awaitable[First]],
+        handle: Callable[[Stream, First, int], Awaitable[None]],
+        limit: StreamLimit,
+    ) -> None:
+        self._greet, self._handle, self._limit = greet, handle, limit
         self._groups: dict[tuple[str, bytes], _Group] = {}
 
     async def __call__(self, stream: Stream) -> None:
@@ -185,37 +225,60 @@ class Gathering:
                 stream.abort()
                 return
             try:
-                async with asyncio.timeout(GATHER_S):
-                    group = await self._join(stream)
+                group = await self._join(stream)
+                whole = group.whole()
+                if group.stripes[0] is stream:
+                    first = await self._read(group, whole)
+                else:
+                    await group.greeted.wait()
             except (StreamClosedError, WireError, TimeoutError) as error:
-                log.debug("a stream of %s ended: %s", stream.peer, error or "stripes are missing")
+                log.debug("a stream of %s ended: %s", stream.peer, error or "silent")
                 stream.abort()
                 return
-        if group.stripes[0] is not stream:  # who serves a stripe ends it on returning
-            await group.over.wait()
+        if group.stripes[0] is not stream:
+            await group.over.wait()  # whoever serves a stripe ends it on returning
             return
         try:
-            await self._handler(group.whole())
+            await self._handle(whole, first, len(group.stripes))
         finally:
             group.over.set()
 
     async def _join(self, stream: Stream) -> _Group:
-        count = (await stream.receive_exactly(1))[0]
-        if not 1 <= count <= MAX_STRIPES:
-            raise WireError(f"a stream of {count} stripes")
-        if count == 1:
-            group = _Group(1)
-            group.add(0, stream)
-            return group
-        own = await stream.receive_exactly(1 + ID_BYTES)
+        """The group of a stream, once all of it has come. Raises if it has not in time."""
+        async with asyncio.timeout(GREET_S):
+            count = (await stream.receive_exactly(1))[0]
+            if not 1 <= count <= MAX_STRIPES:
+                raise WireError(f"{count} stripes")
+            own = await stream.receive_exactly(1 + ID_BYTES) if count > 1 else bytes(1)
         if own[0] >= count:
             raise WireError(f"stripe {own[0]} of {count}")
+        if count == 1:
+            alone = _Group(1)
+            alone.add(0, stream)
+            return alone
         key = stream.peer, bytes([count]) + own[1:]
-        group = self._groups.setdefault(key, _Group(count))
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _Group(count)
         group.add(own[0], stream)
         try:
-            await group.complete.wait()
+            await group.settled.wait()
+        except BaseException:
+            group.fail()
+            raise
         finally:
             if self._groups.get(key) is group:
                 del self._groups[key]
+        if group.failed:
+            raise WireError("not all stripes have come")
         return group
+
+    async def _read(self, group: _Group, whole: Stream) -> First:
+        try:
+            async with asyncio.timeout(GREET_S):
+                first = await self._greet(whole)
+        except BaseException:
+            group.fail()
+            raise
+        group.greeted.set()
+        return first

@@ -53,7 +53,14 @@ class Striped:
         return self._transport.addresses
 
     def serve(self, protocol: str, handler: Handler) -> None:
-        self._transport.serve(protocol, Gathering(handler, StreamLimit("test", 64, 64)))
+        async def greet(stream: Stream) -> None:
+            pass
+
+        async def handle(stream: Stream, first: None, num_stripes: int) -> None:
+            await handler(stream)
+
+        gathering = Gathering(greet, handle, StreamLimit("test", 64, 64))
+        self._transport.serve(protocol, gathering)
 
     async def dial(self, peer_id: str, protocol: str, addresses: Sequence[str] = ()) -> Stream:
         return await dial_striped(self._transport, peer_id, protocol, addresses, 3)

@@ -27,6 +27,7 @@ from swarm.averaging.plan import (
     make_plan,
 )
 from swarm.averaging.progress import Link
+from swarm.net import striped as striped_module
 from swarm.net.links import peer_of
 from swarm.net.memory import MemoryNetwork
 from swarm.net.memory_stream import MemoryStream
@@ -367,8 +368,10 @@ def test_a_frozen_member_is_found_by_its_silence(when_s: float) -> None:
 @pytest.mark.parametrize("seed", range(30))
 def test_whatever_fails_whenever(seed: int, striped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Who returns holds the sum, who raises blames the one that failed, and the rest go on."""
-    if striped:
+    if striped:  # and not directly
         monkeypatch.setattr(plan_module, "STRIPE_BYTES", 64)
+        monkeypatch.setattr(striped_module, "BLOCK_BYTES", 512)
+        monkeypatch.setattr(plan_module, "DIRECT_BYTES", 0)
     chance = random.Random(seed)
     blamed: list[str] = []
 
@@ -482,7 +485,10 @@ def test_whatever_fails_in_a_direct_round(
         group.members = [m for m in group.members if m != victim]
         assert await group.everyone("again", codec=codec) == [None] * len(group.members)
 
-    for moment_s in MOMENTS_S:
+    later = (
+        [] if num < 100_000 else [MOMENTS_S[-1] + n / 400 for n in range(1, 13)]
+    )  # dialled twice
+    for moment_s in MOMENTS_S + later:
         simulate(
             lambda: Group(num_members, num, torch.float64, chunk_elements=watched(codec, num)),
             partial(at, moment_s),
@@ -545,7 +551,7 @@ def test_no_stream_of_a_direct_round_is_ended_before_the_other_has_all(
         await asyncio.wait([tasks[fast]])
         ended_at = asyncio.get_running_loop().time()
         await asyncio.sleep(1.0)  # of virtual time: what the other says, and the ends, arrive
-        stripes = make_plan(group.members, 80_000, "float32").num_stripes
+        stripes = make_plan(group.members, 80_000, "float32").num_stripes(0)
         assert stripes > 1
         assert len(closed_at) == 2 * stripes
         assert min(closed_at) >= ended_at
@@ -698,7 +704,8 @@ def header(group: Group, **changes: object) -> dict[str, Any]:
     }
 
 
-def test_streams_that_say_nothing_are_bounded() -> None:
+@pytest.mark.parametrize("words", [b"", b"\x01", b"\x01S"])
+def test_streams_that_say_nothing_are_bounded(words: bytes) -> None:
     """Of one peer and of all: otherwise each keeps a file open for as long as it may be silent."""
 
     async def script(group: Group) -> None:
@@ -707,7 +714,8 @@ def test_streams_that_say_nothing_are_bounded() -> None:
         for name in ("s1", "s2", "s3"):
             stranger = group.network.transport(name)
             for _ in range(9):
-                await stranger.dial("victim", PROTOCOL)
+                stream = await stranger.dial("victim", PROTOCOL)
+                await stream.send([words])
         await asyncio.sleep(0.1)
         assert reducer._unread.open == {"s1": 2, "s2": 2, "s3": 1}
         await asyncio.sleep(limits.silence_s)
@@ -798,6 +806,38 @@ def test_bytes_of_a_slow_line_are_a_sign_of_life() -> None:
         before = link.signs_of_life()
         stream.sent_bytes += 1
         assert link.signs_of_life() != before
+
+
+def test_each_stripe_that_waits_for_a_round_counts() -> None:
+    async def script(group: Group) -> None:
+        late = group.members[0]
+        reducer = group.reducers[late] = GroupAllReduce(
+            group.network.transport(peer_of(late)),
+            late,
+            addresses=lambda peer: ("known",) if peer.startswith("peer") else (),
+            limits=Limits(max_parked=8),
+        )
+        reducer.serve()
+
+        async def park(name: str, num_stripes: int) -> list[str]:
+            transport = group.network.transport(name)
+            first = encode_frame(header(group, **{"from": name}))
+            streams.append(
+                await dial_striped(transport, peer_of(late), PROTOCOL, (), num_stripes, first)
+            )
+            await asyncio.sleep(0.1)
+            return list(reducer._parked.values())
+
+        streams = list[Stream]()
+        assert await park("stranger1", 3) == ["stranger1"]
+        assert await park("stranger2", 4) == ["stranger1", "stranger2"]
+        assert await park("stranger3", 2) == ["stranger1", "stranger2"]  # of 8, 7 are taken
+        assert await park("peer8", 2) == ["stranger2", "peer8"]
+        assert await park("peer9", 8) == ["peer9"]
+        for stream in streams:
+            stream.abort()
+
+    simulate(lambda: Group(2, PARTS, torch.float64), script)
 
 
 @pytest.mark.parametrize("num", [DIRECT, PARTS])

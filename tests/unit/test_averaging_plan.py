@@ -17,6 +17,7 @@ from swarm.averaging.plan import (
     DIRECT_BYTES,
     FIRST_ELEMENTS,
     MAX_SHARE,
+    STRIPES,
     balanced_shares,
     chunk_sizes,
     learned_rate,
@@ -25,6 +26,7 @@ from swarm.averaging.plan import (
     split,
 )
 from swarm.errors import WireError
+from swarm.net.striped import MAX_STRIPES
 from swarm.step import Group
 
 
@@ -119,7 +121,13 @@ def test_stripes_where_there_is_much_for_few(
 ) -> None:
     members = [f"m{number}" for number in range(num_members)]
     plan = make_plan(members, num_elements, "float32", codec=codec)
-    assert plan.num_stripes == expected
+    assert plan.num_stripes(0) == expected
+
+
+def test_stripes_go_by_what_a_member_sums() -> None:
+    plan = make_plan(["a", "b"], 1_000_000, "float64", shares=[1, 1023])
+    assert [plan.num_stripes(owner) for owner in range(2)] == [1, 8]
+    assert max(STRIPES.values()) <= MAX_STRIPES
 
 
 def test_digest_tells_plans_apart() -> None:
