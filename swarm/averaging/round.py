@@ -37,8 +37,8 @@ class Limits:
     settle_s: float = 0.5  # for a member that gives up to say why, and to be heard
     linger_s: float = 60.0  # for a peer to take the last bytes out of the transport
     window: int = 4  # chunks per peer that have come in and wait for those of others
-    # Streams, each stripe by itself, that have not said yet of which round they are, and those of
-    # rounds not started here: one of every member, or eight of one.
+    # Streams, each stripe by itself: of which no header has been read, and of rounds not started
+    # here. A whole group may wait for one member; the members of few have stripes.
     max_unread: int = 1024
     max_unread_of_one: int = 8 * MAX_STRIPES
     max_parked: int = MAX_MEMBERS
