@@ -19,7 +19,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from peer.calls import count
 from peer.microbatches import MAX_FAILURES, RETRY_S
@@ -42,22 +42,32 @@ CONFIRM_S = 10.0  # after which who owes an early attempt is sent the order agai
 MAX_SQUARED = 1e100  # float32 values cannot reach it
 
 
+class Averaged(NamedTuple):
+    """What a member says of its stage's averaged gradient."""
+
+    sha256: str
+    finite: bool
+    norms: tuple[float, ...]  # squared, of each parameter; none unless finite
+
+
 @dataclass(slots=True)
 class Prepared:
     """An averaging attempt, as it was when it began: who dies later changes nothing in it."""
 
     groups: list[Group]
     loss: float
-    hashes: dict[int, str] = field(default_factory=dict)
-    norms: dict[int, list[float]] = field(default_factory=dict)
+    said: dict[int, dict[str, Averaged]] = field(default_factory=dict)
     marks: dict[int, dict[str, str]] = field(default_factory=dict)  # of the state before
-    fingerprints: dict[int, str] = field(default_factory=dict)  # what each stage agrees on
-    finite: bool = True
-    finite_in: dict[int, bool] = field(default_factory=dict)
+    averaged: dict[int, Averaged] = field(default_factory=dict)  # what each stage agrees on
+    fingerprints: dict[int, str] = field(default_factory=dict)  # the same
     rates: dict[str, list[int]] = field(default_factory=dict)  # by member: how fast others sent
 
+    @property
+    def finite(self) -> bool:
+        return all(each.finite for each in self.averaged.values())
+
     def note(self, stage: int, member: str, body: Mapping[str, Any]) -> None:
-        """A member's answer. Raises WireError (nonsense) or RefusedError (not as its twins')."""
+        """A member's answer. Raises WireError (nonsense)."""
         sha256, norms, mark = body.get("sha256"), body.get("norms"), body.get("fingerprint", "")
         if not isinstance(sha256, str) or len(sha256) != 64 or not isinstance(norms, list):
             raise WireError("an averaging answer that makes no sense")
@@ -66,14 +76,9 @@ class Prepared:
             raise WireError("an averaging answer that makes no sense")
         if finite and not all(isinstance(n, float) and 0 <= n < MAX_SQUARED for n in norms):
             raise WireError("squared norms that make no sense")
-        numbers = norms if finite else []
-        facts = (sha256, finite, numbers)
-        known = (self.hashes.get(stage), self.finite_in.get(stage), self.norms.get(stage))
-        if stage in self.hashes and facts != known:
-            raise RefusedError(f"{member[-8:]} has another averaged gradient than its twins")
-        self.hashes[stage], self.finite_in[stage], self.norms[stage] = facts
+        said = Averaged(sha256, finite, tuple(norms) if finite else ())
+        self.said.setdefault(stage, {})[member] = said
         self.marks.setdefault(stage, {})[member] = mark
-        self.finite = self.finite and finite
 
     def note_rates(self, member: str, body: Mapping[str, Any]) -> None:
         """How fast the contributions of each member came in at this one. Raises WireError."""
@@ -185,7 +190,7 @@ class Averaging:
                 gone = StreamClosedError(f"all replicas of stage {group.stage} are gone")
                 failed.append((group.members[0], gone))
         if not failed:
-            failed = self._compare_states(step, prepared)
+            failed = self._compare(step, prepared)
         if not failed:
             self._learn_rates(prepared)
             return prepared
@@ -243,8 +248,8 @@ class Averaging:
                 try:
                     prepared.note(stage, member, task.result())
                     prepared.note_rates(member, task.result())
-                except (WireError, RefusedError) as disagreement:
-                    failed.append((member, disagreement))
+                except WireError as nonsense:
+                    failed.append((member, nonsense))
             for task in sorted(pending, key=lambda each: calls[each]):
                 member = calls[task][1]
                 if not failed and member not in step.active:
@@ -294,15 +299,22 @@ class Averaging:
                 self.leader.admission.diverged(member, attempt.step.number - 1, tie=False)
             raise
 
-    def _compare_states(self, step: Step, prepared: Prepared) -> list[tuple[str, BaseException]]:
-        """Whose state is not its stage's: it starts anew, and its part of the step is void."""
+    def _compare(self, step: Step, prepared: Prepared) -> list[tuple[str, BaseException]]:
+        """Whose gradient or state is not its stage's. A state that is not has its member start
+        anew, and voids its part of the step."""
         failed: list[tuple[str, BaseException]] = []
         arrivals = [member.incarnation for member in self.leader.members]
-        for stage, marks in sorted(prepared.marks.items()):
-            verdict = agree(marks, arrivals)
-            prepared.fingerprints[stage] = verdict.agreed
-            for name in verdict.differing:
-                self.leader.admission.diverged(name, step.number - 1, tie=verdict.tie)
+        for stage in sorted(prepared.said):
+            gradient = agree(prepared.said[stage], arrivals)
+            prepared.averaged[stage] = gradient.agreed
+            for name in gradient.differing:
+                if not gradient.tie:
+                    self.leader.differed(name)
+                failed.append((name, RefusedError("its averaged gradient differs from its twins'")))
+            state = agree(prepared.marks[stage], arrivals)
+            prepared.fingerprints[stage] = state.agreed
+            for name in state.differing:
+                self.leader.admission.diverged(name, step.number - 1, tie=state.tie)
                 failed.append((name, RefusedError("its state differs from its twins'")))
         return failed
 

@@ -344,6 +344,15 @@ class Leader:
             member.held_off_until = loop.time() + seconds
             loop.call_later(seconds, self.wake.set)
 
+    def differed(self, replica: str) -> None:
+        """From most of its twins. Once may be chance; a machine that goes on so (bad memory, say)
+        would have work done again in every step."""
+        member = self.members.get(replica)
+        if member is not None:
+            member.differed += 1
+            if member.differed > 1:
+                self.hold_off(replica)
+
     def fail(self, error: BaseException) -> None:
         """End the run: the step raises this as soon as it looks."""
         if self.fatal is None:
@@ -387,13 +396,14 @@ class Leader:
     # ---- commit ---------------------------------------------------------------------------------
 
     def _make_record(self, step: Step, prepared: Prepared) -> Record:
-        norms = [each for stage in sorted(prepared.norms) for each in prepared.norms[stage]]
+        averaged = dict(sorted(prepared.averaged.items()))
+        norms = [norm for each in averaged.values() for norm in each.norms]
         norm = math.sqrt(total(norms)) if prepared.finite else math.nan
         return Record(
             ballot=Ballot(self.term, step.number, step.attempt),
             predecessor=self.record.hash if self.record else "",
             members={group.stage: group.members for group in prepared.groups},
-            gradients=prepared.hashes,
+            gradients={stage: each.sha256 for stage, each in averaged.items()},
             norm=norm,
             scale=clip_scale(norm, self.plan.clip_norm),
             lr=self.plan.lr(step.number),

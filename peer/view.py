@@ -196,10 +196,12 @@ def _bytes(figures: Mapping[str, Any], glyphs: Glyphs) -> list[Text]:
     for row in rows(figures.get("boundaries")):
         k = integer(row.get("boundary"))
         raw, wire = number(row.get("raw_per_token")), number(row.get("wire_per_token"))
+        back = number(row.get("back_wire_per_token"))
         parts.append(
             Text.assemble(
                 (f"{k}{glyphs.arrow}{k + 1} ", "dim"),
                 f"{bytes_text(raw)} {glyphs.arrow} {bytes_text(wire)}",
+                f", back {bytes_text(back)}" if back else "",
             )
         )
     if "leader_per_token" in figures:

@@ -32,6 +32,7 @@ _REFRESH_S = 30.0
 _GRACE_S = 0.25
 _BACKOFF_POLL_S = 0.5
 _LAST_WORDS_S = 3.0
+_ACCEPT_AGAIN_S = 1.0  # when it could not be; as asyncio's own servers do
 _MAX_LAST_WORDS = 128
 _PING = "/ipfs/ping/1.0.0"  # every libp2p host echoes 32 bytes on it
 _TCP_ADDRESS = re.compile(r"/ip[46]/([^/]+)/tcp/(\d{1,5})(?:/|$)")
@@ -57,7 +58,7 @@ class Libp2pTransport:
         self._told: dict[str, None] = {}  # peers with which a stream was closed, newest last
         self._closed = False
         self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(daemon.incoming.fileno(), self._accept)
+        self._listen()
         self._spawn(self._notice_loss())
         self._spawn(self._refresh_addresses())
 
@@ -178,6 +179,10 @@ class Libp2pTransport:
                     raise
             await asyncio.sleep(_BACKOFF_POLL_S)
 
+    def _listen(self) -> None:
+        if not self._closed:
+            self._loop.add_reader(self.daemon.incoming.fileno(), self._accept)
+
     def _accept(self) -> None:
         for _ in range(16):
             try:
@@ -185,7 +190,11 @@ class Libp2pTransport:
             except (BlockingIOError, InterruptedError):
                 return
             except OSError as error:
+                # Most likely no file descriptor is left. Who waits goes on waiting, and the loop
+                # must not be woken for it all the time.
                 log.debug("cannot accept: %s", error)
+                self._loop.remove_reader(self.daemon.incoming.fileno())
+                self._loop.call_later(_ACCEPT_AGAIN_S, self._listen)
                 return
             connection.setblocking(False)
             self._nameless[connection] = None

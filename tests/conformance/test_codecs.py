@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
 import random
+import subprocess
+import sys
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -179,6 +184,44 @@ def test_values_are_rounded_as_torch_rounds(name: str) -> None:
     assert same_bits(decode(encode(tensor, name)), expected)
     assert same_bits(decode(encode(tensor, f"{name}+zstd")), expected)
     assert encode(tensor, name).wire_bytes == tensor.numel() * STORED[name].itemsize
+
+
+def digest_of_blockwise() -> str:
+    """sha256 over what int8 and int4 send, and what comes out of it: values of all magnitudes, in
+    blocks that are whole and not."""
+    digest = hashlib.sha256()
+    generator = torch.Generator().manual_seed(3)
+    for width in (8, 40, 384):
+        # Integers, since what torch draws as floats is not the same on every kind of CPU.
+        drawn = torch.randint(-(2**20), 2**20, (3, 16, width), generator=generator).float()
+        tensor = drawn * 2.0 ** torch.arange(-8.0, 8.0)[:, None]
+        for name in BLOCKWISE:
+            for seed in (None, 7):
+                sent = encode(tensor, name, seed)
+                digest.update(sent.data)
+                digest.update(decode(sent).numpy())
+    return digest.hexdigest()
+
+
+def test_blockwise_codecs_send_the_same_bytes_on_every_kind_of_cpu() -> None:
+    code = (
+        "import sys, torch; sys.path.insert(0, sys.argv[1]);"
+        "from test_codecs import digest_of_blockwise;"
+        "print(torch.backends.cpu.get_cpu_capability(), digest_of_blockwise())"
+    )
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", code, str(Path(__file__).parent)],
+            env={**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        for capability in ("default", "avx2")
+    ]
+    mine = torch.backends.cpu.get_cpu_capability()
+    assert said[0][0] != mine or mine == "DEFAULT", "the variable does nothing"
+    assert {digest for _, digest in said} == {digest_of_blockwise()}
 
 
 def test_float16_overflows_to_infinity_and_is_not_clipped() -> None:

@@ -305,18 +305,19 @@ def toml(
     extra: str = "",
     text: Sequence[str] = (),
     wire: str = 'activations = "float32"',
+    gradients: str = "float32",
     subspace: int | None = None,
 ) -> Path:
     """Write a run.toml of a small GPT-2 with dropout, exact, and its text; returns its path.
 
-    `wire` are lines of [wire]. What is dropped would leave a `subspace`: without dropout there.
+    `wire` are the other lines of [wire]. Dropout would leave a `subspace`: there is none there.
     """
     source = path.parent / "corpus.txt"
     source.write_text("\n".join(text) or "the quick brown fox jumps over the lazy dog\n" * 3000)
     narrow, dropout = (f"subspace = {subspace}", 0.0) if subspace else ("", 0.1)
     values = {"steps": steps, "stages": stages, "layers": layers}
     values |= {"subspace": narrow, "dropout": dropout}
-    path.write_text(TOML.format(source=source, wire=wire, **values) + extra)
+    path.write_text(TOML.format(source=source, wire=wire, gradients=gradients, **values) + extra)
     return path
 
 
@@ -350,7 +351,7 @@ steps = {steps}
 warmup_steps = 1
 [wire]
 {wire}
-gradients = "float32"
+gradients = "{gradients}"
 [update]
 accumulate = "float64"
 [validation]

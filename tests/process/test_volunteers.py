@@ -96,6 +96,15 @@ def test_volunteers_outlive_the_leader(forks: Forks, tmp_path: Path) -> None:
     assert "30 of 30 steps are trained already" in again.out
 
 
+def test_an_announced_address_stands_in_the_link(forks: Forks, tmp_path: Path) -> None:
+    """It is where a router forwards from, and nothing that this machine could see by itself."""
+    run = toml(tmp_path / "run.toml", steps=100_000, stages=2)
+    leader = forks.swarm("train", run, *LOCAL, "--announce", "/ip4/192.0.2.7/tcp/4001")
+    assert "/ip4/192.0.2.7/tcp/4001/p2p/" in leader.link
+    leader.signal(signal.SIGINT)
+    leader.code()
+
+
 def bound(to: socket.socket, address: tuple[str, int]) -> bool:
     try:
         to.bind(address)

@@ -6,6 +6,7 @@ them (`benchmarks/convergence.py`), and the whole model.
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
@@ -67,6 +68,19 @@ def test_codecs_of_a_boundary_and_stochastic_rounding(swarms: Swarms, tmp_path: 
             wire_bytes = row["wire_bytes"] - tensors
             assert row["raw_bytes"] == pytest.approx(forward * wire_bytes)
             assert row["back_raw_bytes"] == pytest.approx(back * row["back_wire_bytes"])
+
+
+@pytest.mark.parametrize("codec", ["bfloat16", "int8"])
+def test_gradients_between_replicas_in_few_bits(swarms: Swarms, tmp_path: Path, codec: str) -> None:
+    """What is rounded depends on who counted what; but all replicas apply the same bytes (I4), so
+    they hold the same bits (I5), or the leader says who differs."""
+    config = swarms.config(toml(tmp_path / "run.toml", steps=50, gradients=codec))
+    report = swarms.train(config, dict.fromkeys(range(3), 2), STEPS)
+    assert report["sha256"] != baseline(config, STEPS, swarms.cache)
+    events = (swarms.where / f"run-{swarms.count}" / "events.jsonl").read_text()
+    happened = [json.loads(line)["event"] for line in events.splitlines()]
+    assert happened.count("step") == STEPS
+    assert not {"diverged", "round_failed"} & {*happened}
 
 
 def test_a_subspace_is_sent_and_loses_nothing(swarms: Swarms, tmp_path: Path) -> None:

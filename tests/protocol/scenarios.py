@@ -4,7 +4,8 @@
     python -m tests.protocol.scenarios --replay 'SCENARIO'        the same for a scenario as printed
     python -m tests.protocol.scenarios --seeds 0-19999 --shard 1/2 --state FILE
 
-The last one goes on where FILE says it was; Ctrl-C stops it. Its last line is one JSON object:
+The last one goes on where FILE says it was; Ctrl-C stops it
+after the seed under way. Its last line is one JSON object:
 seeds done, faults that struck by kind, what they did, failures, and the median of seconds a seed.
 """
 
@@ -17,6 +18,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections import Counter
@@ -125,11 +127,18 @@ def run_many(seeds: str, shard: str, state: Path | None, shrink_s: float) -> int
     progress = Progress.load(state, seeds, shard)
     (_, last), (_, step) = range_of(seeds), shard_of(shard)
     code, saved = commit(), time.monotonic()
-    for stop in (signal.SIGINT, signal.SIGTERM):  # a shell's background job ignores the first
-        signal.signal(stop, signal.default_int_handler)
-    signal.signal(signal.SIGVTALRM, _hang)
+    stopping = threading.Event()
+
+    def stop(number: int, _: object) -> None:
+        """After the seed under way: raised inside of it, it could be taken for its failure."""
+        stopping.set()
+        signal.signal(number, signal.default_int_handler)
+
+    handlers = {signal.SIGINT: stop, signal.SIGTERM: stop, signal.SIGVTALRM: _hang}
+    # Set whatever they are: a shell's background job ignores SIGINT.
+    before = {number: signal.signal(number, each) for number, each in handlers.items()}
     try:
-        while (seed := progress.next_seed) <= last:
+        while (seed := progress.next_seed) <= last and not stopping.is_set():
             signal.setitimer(signal.ITIMER_VIRTUAL, HANG_S)
             began = time.process_time()
             try:
@@ -146,11 +155,13 @@ def run_many(seeds: str, shard: str, state: Path | None, shrink_s: float) -> int
             if time.monotonic() - saved > SAVE_EVERY_S:
                 progress.save(state)
                 saved = time.monotonic()
-    except KeyboardInterrupt:
-        print(f"stopped before seed {progress.next_seed}", file=sys.stderr)
     finally:
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
         progress.save(state)
+    if stopping.is_set():
+        print(f"stopped before seed {progress.next_seed}", file=sys.stderr)
     print(json.dumps(progress.summary()))
     return min(len(progress.failures), 1)
 

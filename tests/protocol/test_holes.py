@@ -371,6 +371,38 @@ def test_a_bad_replica_does_not_make_its_healthy_twins_start_anew(victim: str) -
     assert reasons(swarm, "diverged") == [f"{victim}#1"]
 
 
+def test_who_differs_again_and_again_is_left_out_for_a_while() -> None:
+    """Bad memory, say: each time the whole step is computed again."""
+    swarm = Swarm(plan=plan(4, 8), replicas=(1, 3, 1))
+    for step in range(1, 8):
+        corrupted(swarm, "r1.2", "commit", step)
+    assert swarm.run(8)["sha256"] == baseline(8)[0]
+    assert reasons(swarm, "diverged") == ["r1.2#1"] * 2
+
+
+@pytest.mark.parametrize("victim", ["r1.0", "r1.2"])
+def test_the_majority_says_what_the_averaged_gradient_is(victim: str) -> None:
+    """One in whose memory a bit flips after each averaging of a step, the first to answer or not,
+    costs nobody else its part, and no record names its gradient."""
+    swarm = Swarm(plan=plan(4, 4), replicas=(1, 3, 1), speed={"r1.1": 3.0})
+    seen, struck = swarm.on_probe, list[str]()
+
+    def probe(who: str, point: str, facts: dict[str, Any]) -> None:
+        if (who, point, facts.get("step")) == (victim, "prepared", 1):
+            struck.append(who)
+            prepared = swarm.members[victim].commits.prepared
+            assert prepared is not None
+            wrong = replace(prepared.update.facts, sha256="f" * 64)
+            prepared.update = replace(prepared.update, facts=wrong)
+        seen(who, point, facts)
+
+    swarm.on_probe = probe  # type: ignore[method-assign]
+    assert swarm.run(4)["sha256"] == baseline(4)[0]
+    assert struck
+    assert set(reasons(swarm)) == {f"{victim}#1"}
+    assert all("f" * 64 not in r.record.gradients.values() for r in swarm.results if r.record)
+
+
 def test_of_two_that_differ_the_newer_one_starts_anew() -> None:
     """A tie cannot be decided by votes; one state and one chain of them must remain."""
     for victim in ("r1.0", "r1.1"):

@@ -211,12 +211,27 @@ def test_norms_that_make_no_sense_cost_their_member_its_part(norms: list[Any]) -
     run(main(), limit_s=100)
 
 
-def test_a_twin_with_other_facts_about_the_same_gradient_is_refused() -> None:
-    prepared = Prepared([], 0.0)
-    prepared.note(0, "a", {"sha256": "a" * 64, "norms": [1.0], "finite": True})
-    for other in ({"norms": [2.0], "finite": True}, {"norms": [1.0], "finite": False}):
-        with pytest.raises(SwarmError, match="another averaged gradient"):
-            prepared.note(0, "b", {"sha256": "a" * 64, **other})
+@pytest.mark.parametrize("liar", ["a", "c"])
+def test_the_majority_says_what_the_averaged_gradient_is(liar: str) -> None:
+    """Whoever answers first, and whoever came first; of two, who came first."""
+
+    async def main() -> None:
+        leader, step = make({})
+        truth = {"sha256": "a" * 64, "norms": [1.0], "finite": True}
+        for other in ({"norms": [2.0]}, {"finite": False}, {"sha256": "b" * 64}):
+            prepared = Prepared([], 0.0)
+            for member in (liar, *{"a", "b", "c"} - {liar}):
+                prepared.note(0, member, truth | (other if member == liar else {}))
+            ((who, error),) = leader.averager._compare(step, prepared)
+            assert who == liar
+            assert "averaged gradient differs" in str(error)
+            assert prepared.averaged[0] == ("a" * 64, True, (1.0,))
+            del prepared.said[0]["b"]
+            ((who, _),) = leader.averager._compare(step, prepared)
+            assert who == "c"
+        await leader.aclose()
+
+    run(main(), limit_s=100)
 
 
 def test_who_names_a_suspect_of_another_stage_is_one_itself() -> None:

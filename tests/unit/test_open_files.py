@@ -12,6 +12,7 @@ import pytest
 
 from swarm.errors import TransportError
 from swarm.net import p2pd
+from swarm.net.libp2p import Libp2pTransport
 
 
 def test_no_file_descriptor_is_a_transport_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,6 +25,49 @@ def test_no_file_descriptor_is_a_transport_error(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(p2pd, "socket", SimpleNamespace(**known, socket=none_left))
     with pytest.raises(TransportError, match="Too many open files"):
         asyncio.run(p2pd.P2PDaemon().connect_control())
+
+
+def test_who_cannot_be_accepted_waits_and_does_not_keep_the_loop_busy() -> None:
+    class Incoming:
+        """A listening socket of a process that has no file descriptor left, at first."""
+
+        def __init__(self) -> None:
+            self.tries, self.full = 0, True
+            self.ready, self.dialler = socket.socketpair()  # readable: somebody waits
+            self.dialler.send(b"x")
+            self.ends, self.accepted = socket.socketpair(), asyncio.Event()
+
+        def fileno(self) -> int:
+            return self.ready.fileno()
+
+        def accept(self) -> tuple[socket.socket, str]:
+            self.tries += 1
+            if self.full:
+                raise OSError(errno.EMFILE, "Too many open files")
+            if self.dialler.fileno() < 0:
+                raise BlockingIOError
+            self.dialler.close()
+            self.accepted.set()
+            return self.ends[0], ""
+
+        def close(self) -> None:
+            for each in (self.ready, *self.ends):
+                each.close()
+
+    async def main() -> None:
+        incoming = Incoming()
+        daemon = p2pd.P2PDaemon()
+        daemon.peer_id, daemon.incoming = "p", incoming  # type: ignore[assignment]
+        transport = Libp2pTransport(daemon, (), 1.0)
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert incoming.tries == 1
+        incoming.full = False
+        transport._listen()  # as it does after a while
+        await incoming.accepted.wait()
+        await transport.close()
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(

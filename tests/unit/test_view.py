@@ -47,7 +47,8 @@ def a_status(num_stages: int = 3, each: int = 2, **more: Any) -> dict[str, Any]:
         "replicas": [a_replica(10 * s + r, s) for s in range(num_stages) for r in range(each)],
         "bytes": {
             "boundaries": [
-                {"boundary": k, "raw_per_token": 1024.0, "wire_per_token": 512.0}
+                {"boundary": k, "raw_per_token": 1024.0, "wire_per_token": 512.0,
+                 "back_raw_per_token": 1024.0, "back_wire_per_token": 132.0}
                 for k in range(num_stages - 1)
             ],
             "leader_per_token": 4.13,
@@ -81,7 +82,7 @@ def test_what_matters_is_there_at_any_width(width: int, ascii_only: bool) -> Non
     for fact in (
         "demo", "training", "step 124 of 300", "41 %", "2.1341", "validation 2.2010",
         "1:42 elapsed", "2:55 left", "12.4k tokens/s", "7 in flight", "microbatch 5 of 8",
-        "512 B", "stage 0", "stage 2", "52 ms", "48 %", "1.20k done", "2 in flight",
+        "512 B, back 132 B", "stage 0", "stage 2", "52 ms", "48 %", "1.20k done", "2 in flight",
         friendly_name("12D3KooW21"), "joined stage 1", "expelled: no heartbeat for 10 s",
     ):  # fmt: skip
         assert fact in text, f"{fact!r} is not in\n{text}"
