@@ -82,6 +82,7 @@ class Orders:
         if term > seen:
             self._stop_round()
             self._drop_uncounted(self.server.parts.ledger.step)
+            self.server.count_anew()
 
     def _drop_uncounted(self, step: int) -> None:
         """Of `step` and later ones: it belongs to a term that is over, and holds slots."""

@@ -27,13 +27,14 @@ class Status:
         self.losses: deque[tuple[int, float]] = deque(maxlen=RECENT)
         self.validation_loss: float | None = None
         self.tokens = 0
+        self._tokens_before = 0  # those of terms before this one
         self.started_at = time.time()
         self._recent: deque[tuple[int, float]] = deque(maxlen=8)
         self._steps_elsewhere = 0
 
     def lead(self, leader: Leader) -> None:
         """This trainer leads now."""
-        self.leader = leader
+        self.leader, self._tokens_before = leader, self.tokens
         self.state, self.reason = "waiting", "waiting for peers"
 
     def stand_by(self, reason: str) -> None:
@@ -54,6 +55,15 @@ class Status:
         seconds = sum(wall_s for _, wall_s in self._recent)
         return sum(tokens for tokens, _ in self._recent) / seconds if seconds else 0.0
 
+    @property
+    def _tokens_of_term(self) -> int:
+        """Replicas count their bytes from a term's begin on, too."""
+        return max(self.tokens - self._tokens_before, 1)
+
+    @property
+    def leader_per_token(self) -> float:
+        return self.leader.sent_bytes / self._tokens_of_term if self.leader else 0.0
+
     def boundaries(self) -> list[dict[str, Any]]:
         """Bytes per trained token over each boundary, before and after the codec: activations,
         and their gradients on the way back."""
@@ -62,7 +72,7 @@ class Status:
             return rows
         for stage in range(self.shape.num_stages - 1):
             before, after = self.leader.traffic(stage), self.leader.traffic(stage + 1)
-            tokens = max(self.tokens, 1)
+            tokens = self._tokens_of_term
             rows.append(
                 {
                     "boundary": stage,
@@ -105,7 +115,7 @@ class Status:
             "placement": self.placement(),
             "bytes": {
                 "boundaries": self.boundaries(),
-                "leader_per_token": leader.sent_bytes / max(self.tokens, 1) if leader else 0.0,
+                "leader_per_token": self.leader_per_token,
             },
             "started_at": self.started_at,
             "updated_at": time.time(),

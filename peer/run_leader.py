@@ -354,7 +354,7 @@ class LeaderProcess:
                 tokens=status.tokens,
                 wall_s=wall_s,
                 boundaries=status.boundaries(),
-                leader_per_token=leader.sent_bytes / max(status.tokens, 1),
+                leader_per_token=status.leader_per_token,
             ),
         }
         status.finish()

@@ -384,8 +384,12 @@ class StageServer:
         self.returned_raw_bytes += sum(each.raw_bytes for each in dx)
         return Message(self._reply(work, below), dx)
 
+    def count_anew(self) -> None:
+        """Bytes, from a term's begin on: whoever leads knows no tokens of the terms before."""
+        self.sent_bytes = self.raw_bytes = self.returned_bytes = self.returned_raw_bytes = 0
+
     def counted_bytes(self) -> dict[str, int]:
-        """What it has sent over its boundaries so far, as answers to the leader state it."""
+        """What it has sent over its boundaries in this term, as answers to the leader state it."""
         return {
             "sent_bytes": self.sent_bytes,
             "raw_bytes": self.raw_bytes,

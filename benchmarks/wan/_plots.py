@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from matplotlib.patches import Patch
 DPI = 110
 PANEL = (*ALIKE, "parameters")
 BOUND: dict[str, Any] = {"facecolor": "none", "hatch": "///"}
+COLUMNS = 3
 GROUP = 0.84  # of the room of a profile, which its bars share
 
 
@@ -23,13 +25,18 @@ def shares(rows: Sequence[Row], path: Path) -> None:
     rows = [row for row in rows if row["share"] is not None]
     if not rows:
         raise ValueError("nothing to draw: shares are of `lan`, which has not been measured")
-    panels = list(dict.fromkeys(tuple(row[name] for name in PANEL) for row in rows))
+    panels = sorted({tuple(row[name] for name in PANEL) for row in rows}, key=_reading_order)
     profiles = list(dict.fromkeys(row["profile"] for row in rows))
     settings = list(dict.fromkeys(row["setting"] for row in rows))
-    figure = Figure(figsize=(10, 1 + 3.2 * len(panels)), layout="constrained")
+    columns = min(COLUMNS, len(panels))
+    lines = math.ceil(len(panels) / columns)
+    figure = Figure(figsize=(2 + 4.8 * columns, 0.5 + 2.7 * lines), layout="constrained")
     colours = {name: f"C{number % 10}" for number, name in enumerate(settings)}
     width = GROUP / len(settings)
-    for panel, axes in zip(panels, figure.subplots(len(panels), squeeze=False)[:, 0], strict=True):
+    places = figure.subplots(lines, columns, squeeze=False).flat
+    for axes in places[len(panels) :]:
+        axes.remove()
+    for panel, axes in zip(panels, places, strict=False):
         here = [row for row in rows if tuple(row[name] for name in PANEL) == panel]
         shown = best(here, "profile", "setting")
         for name in settings:
@@ -48,17 +55,22 @@ def shares(rows: Sequence[Row], path: Path) -> None:
         step = f"{here[0]['microbatches']} × 4,096 tokens a step"
         averaged = f", {parameters:,} parameters averaged" if parameters else ""
         axes.set(
-            title=f"{policy_of(here[0])}, {step}, {model} model{averaged}",
             ylabel="tokens/s, share of lan",
             xlim=(-0.5, len(profiles) - 0.5),
             ylim=(0, max(1.1, *(1.05 * row["share"] for row in shown))),
         )
+        axes.set_title(f"{policy_of(here[0])}, {model} model\n{step}{averaged}", fontsize="medium")
         axes.set_xticks(range(len(profiles)), profiles)
     known = [Patch(color=colours[name], label=name) for name in settings]
     if not all(row["steps"] for row in best(rows, *PANEL, "profile", "setting")):
         known.append(Patch(edgecolor="0.5", label="at most: no step in time", **BOUND))
     figure.legend(handles=known, loc="outside right upper", fontsize="small")
     figure.savefig(path, dpi=DPI)
+
+
+def _reading_order(panel: tuple[Any, ...]) -> tuple[Any, ...]:
+    policy, ahead, microbatches, model, parameters = panel
+    return policy != "exact", model, microbatches, ahead, parameters
 
 
 def connections(rows: Sequence[Row], path: Path) -> None:

@@ -44,7 +44,8 @@ POOR = (
     "--policy delayed --keep-window --microbatch-size 1 --profiles lan poor"
     ' --settings "subspace-8 int4"'
 )
-QUARTER = "--ahead 0.25 --microbatches 64 --seconds 20"
+LONGER = "--microbatches 64 --seconds 20"
+QUARTER = f"--ahead 0.25 {LONGER}"
 # What `poor` has to be compared with too: on `lan` larger microbatches might do better.
 LARGER = (
     f"--policy delayed --keep-window --profiles lan {QUARTER} --rounds 3"
@@ -67,7 +68,7 @@ COMMANDS = {
         8, f"averaging.py --members 4 --profiles fibre home --mb 8 --rounds 3 {CONNECTIONS}"
     ),
     "connections_on_poor": Command(
-        8, f"averaging.py --members 4 --profiles poor --mb 2 --rounds 3 {CONNECTIONS}"
+        8, "averaging.py --members 4 --profiles poor --mb 2 --rounds 3 --connections 1 2 4 8"
     ),
     "exact": Command(11, f"throughput.py --policy exact {THIN}"),
     "half_ahead": Command(
@@ -81,20 +82,22 @@ COMMANDS = {
         f"throughput.py {POOR} {QUARTER} --congestion bbr cubic --rounds 3",
     ),
     "poor_averaged": Command(
-        5, f"throughput.py {POOR} {QUARTER} --congestion bbr --rounds 3 --parameters 100000"
+        5,
+        f"throughput.py {POOR} --ahead 0.5 {LONGER} --congestion bbr --rounds 3"
+        " --parameters 100000",
     ),
     "lan_of_2": Command(1.5, f"throughput.py {LARGER} --microbatch-size 2"),
     "lan_of_4": Command(1.5, f"throughput.py {LARGER} --microbatch-size 4"),
     "averaged": Command(4, f"throughput.py {AVERAGED} --parameters 100000 --rounds 5"),
     "averaged_more": Command(1, f"throughput.py {AVERAGED} --parameters 1000000"),
     "averaged_longer": Command(  # steps of 262,144 tokens
-        2, f"throughput.py {AVERAGED} --parameters 1000000 --microbatches 64 --seconds 20"
+        2, f"throughput.py {AVERAGED} --parameters 1000000 {LONGER}"
     ),
     "wide": Command(18, f"throughput.py {WIDE} --profiles lan fibre home"),
     "wide_half_ahead": Command(
         5,
         "throughput.py --policy delayed --ahead 0.5 --keep-window --seconds 12 --limit 600"
-        " --settings int4 --profiles lan fibre home --congestion cubic",
+        ' --settings "subspace-32 int4" int4 --profiles lan fibre home --congestion cubic',
     ),
     "torch_on_poor": Command(
         14,

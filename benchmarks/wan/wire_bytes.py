@@ -101,8 +101,13 @@ def boundaries(options: argparse.Namespace) -> list[dict[str, Any]]:
         counted = asyncio.run(count(config, dict.fromkeys(range(STAGES), 1), options.steps))
         last, row = counted.hosts[-1], counted.reported[-1]
         found[name] = forward, back = last.received / tokens, last.sent / tokens
-        print(f"{name:24}{forward:9.1f}{back:9.1f}{row['wire_per_token']:17.1f}"
-              f"{row['back_wire_per_token']:9.1f}   {said(counted.lines)}", flush=True)  # fmt: skip
+        # Replicas tell of a step's bytes only after it, so these are of fewer steps than tokens.
+        tensors, back_tensors = (
+            4 * (k or HIDDEN) * row[f"{way}wire_bytes"] / row[f"{way}raw_bytes"]
+            for way in ("", "back_")
+        )
+        print(f"{name:24}{forward:9.1f}{back:9.1f}{tensors:17.1f}{back_tensors:9.1f}"
+              f"   {said(counted.lines)}", flush=True)  # fmt: skip
         for which, value in (("forward", forward), ("back", back)):
             entry = result(f"{name}: {which}", value, "bytes a token")
             results.append({**entry, "lab": {"lines": counted.lines}})

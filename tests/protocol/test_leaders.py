@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -54,6 +55,29 @@ def test_nothing_that_is_counted_is_computed_again(
     back = [at for at in times(swarm, "joined", *trainers) if at > died]
     assert len(back) == 6
     assert back[-1] - back[0] < 3.0  # the longer it takes, the longer a step stands still
+
+
+def test_bytes_are_counted_from_the_begin_of_a_term_as_tokens_are() -> None:
+    """Or what a leader says of bytes per token would hold those of all the steps before it."""
+
+    def raw_bytes(faults: list[Fault]) -> int:
+        swarm = Swarm(plan=plan(8, 3), faults=faults)
+        seen, found = swarm.on_probe, dict[str, int]()
+
+        def probe(who: str, point: str, facts: dict[str, Any]) -> None:
+            if (point, facts.get("step")) == ("committed", 2):
+                server = swarm.members[who].server
+                assert server is not None
+                found[who] = server.raw_bytes
+            seen(who, point, facts)
+
+        swarm.on_probe = probe  # type: ignore[method-assign]
+        swarm.run()
+        assert swarm.fired == faults
+        return sum(found.values())
+
+    fault = Fault("acknowledged", "kill", step=1, count=4, victim=LEADER, duration_s=1.0)
+    assert 8 / 24 <= raw_bytes([fault]) / raw_bytes([]) <= 12 / 24
 
 
 MINE, THEIRS = ("r0.1", "r1.1", "r2.1"), ("r0.0", "r1.0", "r2.0")
