@@ -388,8 +388,8 @@ class Admission:
         leader.expel(current, replica, reason)
         if member is not None:
             member.standing, member.reason = Standing.JOINING, reason
-            if not tie:
-                leader.differed(replica)
+            if not tie:  # or it is a guess which of two is wrong
+                leader.differed(current, replica, reason)
         if tainted:
             # What it sent to its neighbours was wrong, and is in what they have counted.
             for name in sorted({name for each in live for name in each.active}):

@@ -307,10 +307,11 @@ class Averaging:
         for stage in sorted(prepared.said):
             gradient = agree(prepared.said[stage], arrivals)
             prepared.averaged[stage] = gradient.agreed
+            what = "its averaged gradient differs from its twin" + ("'s" if gradient.tie else "s'")
             for name in gradient.differing:
                 if not gradient.tie:
-                    self.leader.differed(name)
-                failed.append((name, RefusedError("its averaged gradient differs from its twins'")))
+                    self.leader.differed(step, name, what)
+                failed.append((name, RefusedError(what)))
             state = agree(prepared.marks[stage], arrivals)
             prepared.fingerprints[stage] = state.agreed
             for name in state.differing:

@@ -180,6 +180,7 @@ class Host:
             arrives.cancel()
         if new.took_part.is_set():
             await self._leave(old)
+            self._say(f"serving stage {order.stage}")  # the last thing said was of the other one
         elif old in self._serving and not old.finished.is_set():
             log.info("gave up moving to stage %d", order.stage)
             await self._end(new)

@@ -344,14 +344,15 @@ class Leader:
             member.held_off_until = loop.time() + seconds
             loop.call_later(seconds, self.wake.set)
 
-    def differed(self, replica: str) -> None:
-        """From most of its twins. Once may be chance; a machine that goes on so (bad memory, say)
-        would have work done again in every step."""
+    def differed(self, step: Step | None, replica: str, reason: str) -> None:
+        """From most of its twins, or from what it held before. Once may be chance; a machine that
+        goes on so (bad memory, say) would have work done again in every step, and is left out."""
         member = self.members.get(replica)
         if member is not None:
             member.differed += 1
             if member.differed > 1:
                 self.hold_off(replica)
+                self.expel(step, replica, reason)
 
     def fail(self, error: BaseException) -> None:
         """End the run: the step raises this as soon as it looks."""

@@ -466,7 +466,8 @@ class Member:
         if answer.body.get("now") is True:
             self.finished.set()
             return
-        self.say(f"leaving; waiting for: {str(answer.body.get('reason', ''))[:100]}")
+        where = f"leaving stage {self.serves}" if self.serves is not None else "leaving"
+        self.say(f"{where}; waiting for: {str(answer.body.get('reason', ''))[:100]}")
         await self._unless_finished(leader.closed.wait())
 
     async def _finished_within(self, seconds: float) -> None:

@@ -93,7 +93,7 @@ class Member:
     released: bool = False  # it was told that it may
     held_off_until: float = 0.0  # not taken in before, unless its stage has nobody else
     hold_offs: int = 0
-    differed: int = 0  # times that most of its twins had another state or averaged gradient
+    differed: int = 0  # times that its state or averaged gradient was wrong, as most twins say
     failures: int = 0  # resets that raised there
     following: bool = False  # it collects what is committed, and may be one commit behind
     passed_over: bool = False  # averaging began before it could be taken in

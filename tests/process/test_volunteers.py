@@ -230,7 +230,7 @@ def test_the_only_one_of_its_stage_hands_over_to_who_comes(forks: Forks, tmp_pat
     sole = forks.peer("--join", leader.link, *LOCAL, "--stage", "1", "--drain-s", "60", pace_s=0.15)
     leader.says("step 1 ")
     sole.signal(signal.SIGTERM)
-    sole.says("leaving; waiting for: another replica of stage 1")
+    sole.says("leaving stage 1; waiting for: another replica of stage 1")
     join(forks, leader.link, "--stage", "1")
     assert sole.code() == 0, sole
     assert sole.out.endswith("handed over\n")

@@ -403,6 +403,38 @@ def test_the_majority_says_what_the_averaged_gradient_is(victim: str) -> None:
     assert all("f" * 64 not in r.record.gradients.values() for r in swarm.results if r.record)
 
 
+def test_whose_averaged_gradient_differs_again_and_again_is_left_out_for_a_while() -> None:
+    """Also where it is right at the second attempt: every step would be averaged twice."""
+    swarm = Swarm(plan=plan(4, 8), replicas=(1, 3, 1))
+    steps_of: list[int] = []
+    seen = swarm.on_probe
+
+    def probe(who: str, point: str, facts: dict[str, Any]) -> None:
+        if (who, point) == ("r1.2", "prepared") and facts["step"] not in steps_of:
+            steps_of.append(facts["step"])
+            prepared = swarm.members["r1.2"].commits.prepared
+            assert prepared is not None
+            prepared.update = replace(
+                prepared.update, facts=replace(prepared.update.facts, sha256="f" * 64)
+            )
+        seen(who, point, facts)
+
+    swarm.on_probe = probe  # type: ignore[method-assign]
+    assert swarm.run(8)["sha256"] == baseline(8)[0]
+    assert len(steps_of) == 2
+    assert reasons(swarm) == ["r1.2#1"]
+
+
+def test_of_two_that_differ_none_is_left_out() -> None:
+    """It is a guess which of them is wrong."""
+    swarm = Swarm(plan=plan(4, 8), replicas=(1, 2, 1))
+    for step in range(1, 6):
+        corrupted(swarm, "r1.1", "commit", step)
+    swarm.run(8)
+    assert len(reasons(swarm, "diverged")) > 2
+    assert all(member.hold_offs == 0 for member in swarm.leader.members)
+
+
 def test_of_two_that_differ_the_newer_one_starts_anew() -> None:
     """A tie cannot be decided by votes; one state and one chain of them must remain."""
     for victim in ("r1.0", "r1.1"):

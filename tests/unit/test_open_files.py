@@ -27,7 +27,9 @@ def test_no_file_descriptor_is_a_transport_error(monkeypatch: pytest.MonkeyPatch
         asyncio.run(p2pd.P2PDaemon().connect_control())
 
 
-def test_who_cannot_be_accepted_waits_and_does_not_keep_the_loop_busy() -> None:
+def test_who_cannot_be_accepted_waits_and_does_not_keep_the_loop_busy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Incoming:
         """A listening socket of a process that has no file descriptor left, at first."""
 
@@ -59,11 +61,16 @@ def test_who_cannot_be_accepted_waits_and_does_not_keep_the_loop_busy() -> None:
         daemon = p2pd.P2PDaemon()
         daemon.peer_id, daemon.incoming = "p", incoming  # type: ignore[assignment]
         transport = Libp2pTransport(daemon, (), 1.0)
+        later: list[tuple[Any, ...]] = []
+        monkeypatch.setattr(transport._loop, "call_later", lambda *each: later.append(each))
         for _ in range(50):
             await asyncio.sleep(0)
         assert incoming.tries == 1
+        (seconds,) = (after for after, call, *_ in later if call == transport._listen)
+        assert seconds > 0
+        monkeypatch.undo()
         incoming.full = False
-        transport._listen()  # as it does after a while
+        transport._listen()
         await incoming.accepted.wait()
         await transport.close()
 

@@ -17,6 +17,9 @@ from typer.testing import CliRunner
 
 import peer.status
 from peer.cli.swarm_program import app
+from peer.members import Traffic
+from peer.publish import Status
+from peer.training import StepResult
 from swarm.errors import JoinError, UnreachableError
 
 LINK = "swarm://anything"
@@ -130,3 +133,17 @@ def test_the_first_peer_of_a_link_that_answers(monkeypatch: pytest.MonkeyPatch) 
         first_of(monkeypatch, refused, gone, None)
     with pytest.raises(JoinError, match=r"no answer within .* leader running"):
         first_of(monkeypatch, gone, None)
+
+
+def test_bytes_per_token_are_of_the_term_that_leads() -> None:
+    """Replicas begin to count when a term does; a trainer that leads again has seen more tokens."""
+    traffic = Traffic(1000, 1000, 1000, 1000)
+    status = Status("id", "name", 10, SimpleNamespace(num_stages=2))  # type: ignore[arg-type]
+    for step in range(3):
+        leader = SimpleNamespace(traffic=lambda _: traffic, sent_bytes=100)
+        status.lead(leader)  # type: ignore[arg-type]
+        status.note_step(StepResult(step, 1.0, 1.0, tokens=100, wall_s=1.0))
+        (row,) = status.boundaries()
+        assert (row["wire_per_token"], row["back_wire_per_token"]) == (10.0, 10.0)
+        assert status.leader_per_token == 1.0
+    assert status.tokens == 300
