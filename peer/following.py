@@ -153,12 +153,14 @@ class Following:
     ) -> Fetched | None:
         """The gradient of `step` with its record, from whoever has it. None: not committed yet.
 
-        Raises FellOffError when those who answer no longer have it, RefusedError when nobody does.
+        Raises FellOffError when those who answer do not have it, RefusedError when nobody does.
         """
         total, early, gone = self.server.state.layout.total, False, False
-        for name, channel in sorted(channels.items(), key=lambda each: each[0] in self._failed):
-            if channel.ended is not None or not self._trusted(name):
-                continue
+        there = [name for name, channel in channels.items() if channel.ended is None]
+        # As with chunks: better one that was wrong before than nobody, since its bytes are checked.
+        there = [name for name in there if self._trusted(name)] or there
+        for name in sorted(there, key=lambda each: each in self._failed):
+            channel = channels[name]
             if early and name in self._failed:
                 break
             try:
@@ -179,6 +181,7 @@ class Following:
             if record.step == step and sha256.value == expected:
                 return record, gradient
             self._blame(name, "gradient")
+            gone = True  # what it has is not what was committed, and may never be
         if early:
             return None
         if gone:

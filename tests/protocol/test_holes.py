@@ -425,6 +425,28 @@ def test_whose_averaged_gradient_differs_again_and_again_is_left_out_for_a_while
     assert reasons(swarm) == ["r1.2#1"]
 
 
+def test_who_cannot_have_a_gradient_fetches_a_newer_state() -> None:
+    """The only donor says a sha256 that its bytes do not have, and of two it is believed: nobody
+    can follow its commit, but its state after it is there."""
+    swarm = Swarm(plan=plan(4, 8), replicas=(1, 2, 1))
+    seen = swarm.on_probe
+
+    def probe(who: str, point: str, facts: dict[str, Any]) -> None:
+        if (who, point, facts.get("step")) == ("r1.1", "prepared", 1):
+            prepared = swarm.members[who].commits.prepared
+            assert prepared is not None
+            wrong = replace(prepared.update.facts, sha256="f" * 64)
+            prepared.update = replace(prepared.update, facts=wrong)
+        seen(who, point, facts)
+
+    swarm.on_probe = probe  # type: ignore[method-assign]
+    assert swarm.run(8, limit_s=60.0)["sha256"] == baseline(8)[0]
+    records = {each.record.step: each.record for each in swarm.results if each.record}
+    assert records[1].gradients[1] == "f" * 64
+    assert [who for _, who, point, _ in swarm.events if point == "bad_chunk"] == ["r1.0", LEADER]
+    assert records[7].members[1] == records[0].members[1]
+
+
 def test_of_two_that_differ_none_is_left_out() -> None:
     """It is a guess which of them is wrong."""
     swarm = Swarm(plan=plan(4, 8), replicas=(1, 2, 1))
