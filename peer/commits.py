@@ -113,14 +113,14 @@ class Commits:
             if record.step < step:
                 return
             self.server.probe("commit", step=step)
-            if not await self._continues(record):
-                self.start_anew()
-                self._note_behind(record)
-                return
             try:
+                if not await self._continues(record):
+                    self.start_anew()
+                    self._note_behind(record)
+                    return
                 prepared = await self._result_for(record)
-            except SwarmError as error:
-                log.debug("no averaged gradient for step %d: %s", step, error)
+            except SwarmError as error:  # or its kernel: the state is as it was
+                log.debug("step %d cannot be committed now: %s", step, error)
                 self._note_behind(record)
                 return
             await self._apply(record, prepared)
