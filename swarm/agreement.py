@@ -21,7 +21,7 @@ Said = TypeVar("Said", bound=Hashable)  # a fingerprint, most often
 
 class Verdict(NamedTuple, Generic[Said]):
     agreed: Said
-    differing: tuple[str, ...]  # who must fetch the state again
+    differing: tuple[str, ...]  # who says something else
     tie: bool
 
 

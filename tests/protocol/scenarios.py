@@ -4,9 +4,9 @@
     python -m tests.protocol.scenarios --replay 'SCENARIO'        the same for a scenario as printed
     python -m tests.protocol.scenarios --seeds 0-19999 --shard 1/2 --state FILE
 
-The last one goes on where FILE says it was; Ctrl-C stops it
-after the seed under way. Its last line is one JSON object:
-seeds done, faults that struck by kind, what they did, failures, and the median of seconds a seed.
+The last one goes on where FILE says it was; Ctrl-C stops it after the seed under way. Its last
+line is one JSON object: seeds done, faults that struck by kind, what they did, failures, and the
+median of seconds a seed.
 """
 
 from __future__ import annotations

@@ -371,6 +371,27 @@ def test_a_bad_replica_does_not_make_its_healthy_twins_start_anew(victim: str) -
     assert reasons(swarm, "diverged") == [f"{victim}#1"]
 
 
+WRONG = "f" * 64
+
+
+def misreported(swarm: Swarm, victim: str, when: Callable[[int], bool]) -> list[int]:
+    """`victim` says a false sha256 of what it has averaged, `when` this is of such a step. The
+    steps in which it did."""
+    seen, struck = swarm.on_probe, list[int]()
+
+    def probe(who: str, point: str, facts: dict[str, Any]) -> None:
+        if (who, point) == (victim, "prepared") and when(facts["step"]):
+            struck.append(facts["step"])
+            prepared = swarm.members[victim].commits.prepared
+            assert prepared is not None
+            wrong = replace(prepared.update.facts, sha256=WRONG)
+            prepared.update = replace(prepared.update, facts=wrong)
+        seen(who, point, facts)
+
+    swarm.on_probe = probe  # type: ignore[method-assign]
+    return struck
+
+
 def test_who_differs_again_and_again_is_left_out_for_a_while() -> None:
     """Bad memory, say: each time the whole step is computed again."""
     swarm = Swarm(plan=plan(4, 8), replicas=(1, 3, 1))
@@ -385,43 +406,19 @@ def test_the_majority_says_what_the_averaged_gradient_is(victim: str) -> None:
     """One in whose memory a bit flips after each averaging of a step, the first to answer or not,
     costs nobody else its part, and no record names its gradient."""
     swarm = Swarm(plan=plan(4, 4), replicas=(1, 3, 1), speed={"r1.1": 3.0})
-    seen, struck = swarm.on_probe, list[str]()
-
-    def probe(who: str, point: str, facts: dict[str, Any]) -> None:
-        if (who, point, facts.get("step")) == (victim, "prepared", 1):
-            struck.append(who)
-            prepared = swarm.members[victim].commits.prepared
-            assert prepared is not None
-            wrong = replace(prepared.update.facts, sha256="f" * 64)
-            prepared.update = replace(prepared.update, facts=wrong)
-        seen(who, point, facts)
-
-    swarm.on_probe = probe  # type: ignore[method-assign]
+    struck = misreported(swarm, victim, lambda step: step == 1)
     assert swarm.run(4)["sha256"] == baseline(4)[0]
     assert struck
     assert set(reasons(swarm)) == {f"{victim}#1"}
-    assert all("f" * 64 not in r.record.gradients.values() for r in swarm.results if r.record)
+    assert all(WRONG not in r.record.gradients.values() for r in swarm.results if r.record)
 
 
 def test_whose_averaged_gradient_differs_again_and_again_is_left_out_for_a_while() -> None:
     """Also where it is right at the second attempt: every step would be averaged twice."""
     swarm = Swarm(plan=plan(4, 8), replicas=(1, 3, 1))
-    steps_of: list[int] = []
-    seen = swarm.on_probe
-
-    def probe(who: str, point: str, facts: dict[str, Any]) -> None:
-        if (who, point) == ("r1.2", "prepared") and facts["step"] not in steps_of:
-            steps_of.append(facts["step"])
-            prepared = swarm.members["r1.2"].commits.prepared
-            assert prepared is not None
-            prepared.update = replace(
-                prepared.update, facts=replace(prepared.update.facts, sha256="f" * 64)
-            )
-        seen(who, point, facts)
-
-    swarm.on_probe = probe  # type: ignore[method-assign]
+    struck: list[int] = misreported(swarm, "r1.2", lambda step: step not in struck)
     assert swarm.run(8)["sha256"] == baseline(8)[0]
-    assert len(steps_of) == 2
+    assert len(struck) == 2
     assert reasons(swarm) == ["r1.2#1"]
 
 
@@ -429,20 +426,10 @@ def test_who_cannot_have_a_gradient_fetches_a_newer_state() -> None:
     """The only donor says a sha256 that its bytes do not have, and of two it is believed: nobody
     can follow its commit, but its state after it is there."""
     swarm = Swarm(plan=plan(4, 8), replicas=(1, 2, 1))
-    seen = swarm.on_probe
-
-    def probe(who: str, point: str, facts: dict[str, Any]) -> None:
-        if (who, point, facts.get("step")) == ("r1.1", "prepared", 1):
-            prepared = swarm.members[who].commits.prepared
-            assert prepared is not None
-            wrong = replace(prepared.update.facts, sha256="f" * 64)
-            prepared.update = replace(prepared.update, facts=wrong)
-        seen(who, point, facts)
-
-    swarm.on_probe = probe  # type: ignore[method-assign]
+    misreported(swarm, "r1.1", lambda step: step == 1)
     assert swarm.run(8, limit_s=60.0)["sha256"] == baseline(8)[0]
     records = {each.record.step: each.record for each in swarm.results if each.record}
-    assert records[1].gradients[1] == "f" * 64
+    assert records[1].gradients[1] == WRONG
     assert [who for _, who, point, _ in swarm.events if point == "bad_chunk"] == ["r1.0", LEADER]
     assert records[7].members[1] == records[0].members[1]
 

@@ -220,7 +220,7 @@ def test_the_majority_says_what_the_averaged_gradient_is(liar: str) -> None:
         truth = {"sha256": "a" * 64, "norms": [1.0], "finite": True}
         for other in ({"norms": [2.0]}, {"finite": False}, {"sha256": "b" * 64}):
             prepared = Prepared([], 0.0)
-            for member in (liar, *{"a", "b", "c"} - {liar}):
+            for member in (liar, *(name for name in "abc" if name != liar)):
                 prepared.note(0, member, truth | (other if member == liar else {}))
             ((who, error),) = leader.averager._compare(step, prepared)
             assert who == liar

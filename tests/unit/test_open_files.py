@@ -63,7 +63,7 @@ def test_who_cannot_be_accepted_waits_and_does_not_keep_the_loop_busy(
         transport = Libp2pTransport(daemon, (), 1.0)
         later: list[tuple[Any, ...]] = []
         monkeypatch.setattr(transport._loop, "call_later", lambda *each: later.append(each))
-        for _ in range(50):
+        for _ in range(50):  # rounds of the loop, in each of which it might be woken
             await asyncio.sleep(0)
         assert incoming.tries == 1
         (seconds,) = (after for after, call, *_ in later if call == transport._listen)
