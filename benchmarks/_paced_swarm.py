@@ -155,10 +155,10 @@ def peer(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
         def __init__(self, member: Member, device: Any) -> None:
             self.member, self.device, self.counts = member, device, device.counts
 
-        async def run(self, kind: Kind, task: Callable[[], Any]) -> Any:
+        async def run(self, kind: Kind, task: Callable[[], Any], step: int = 0) -> Any:
             token = stage.set(self.member.serves)
             try:
-                return await self.device.run(kind, task)
+                return await self.device.run(kind, task, step)
             finally:
                 stage.reset(token)
 

@@ -201,7 +201,7 @@ def peer(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
     )
 
     class TimedCompute(ThreadCompute):
-        async def run(self, kind: Any, task: Callable[[], Any]) -> Any:
+        async def run(self, kind: Any, task: Callable[[], Any], step: int = 0) -> Any:
             def note() -> Any:
                 start, cpu = time.perf_counter(), time.thread_time()
                 try:
@@ -210,7 +210,7 @@ def peer(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
                     spent = time.thread_time() - cpu
                     spans.append((kind.name, start, time.perf_counter(), spent))
 
-            return await super().run(kind, note)
+            return await super().run(kind, note, step)
 
     class WatchedPeer(PeerProcess):
         def open_device(self) -> Compute:

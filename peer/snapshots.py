@@ -297,7 +297,9 @@ class Donor:
                 async with asyncio.timeout_at(deadline):
                     timed = await self.server.compute.run(Kind.BACKGROUND, partial(digest, part))
             except TimeoutError:
-                timed = await self.server.compute.run(Kind.FORWARD, partial(digest, part))
+                timed = await self.server.compute.run(
+                    Kind.FORWARD, partial(digest, part), snapshot.step
+                )
             digests.append(timed.value)
         return b"".join(digests)
 

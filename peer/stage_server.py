@@ -213,7 +213,7 @@ class StageServer:
                 raise asyncio.CancelledError
             self.probe("forward", step=call.step, index=call.index)
             timed = await self.compute.run(
-                Kind.FORWARD, lambda: self._run_forward(part, work, call, arrivals)
+                Kind.FORWARD, lambda: self._run_forward(part, work, call, arrivals), call.step
             )
         except BaseException as error:
             self._release(work)
@@ -308,6 +308,7 @@ class StageServer:
             timed = await self.compute.run(
                 Kind.BACKWARD,
                 lambda: self._run_backward(part, work, call, graph, arrivals, count_it=True),
+                call.step,
             )
         except BaseException as error:
             if isinstance(error, asyncio.CancelledError):
@@ -368,7 +369,7 @@ class StageServer:
         """A counted microbatch whose answers were evicted: the same again, adding nothing."""
         arrivals = self.uploader.begin(tensors)
         forward = await self.compute.run(
-            Kind.FORWARD, lambda: self._run_forward(part, work, call, arrivals)
+            Kind.FORWARD, lambda: self._run_forward(part, work, call, arrivals), call.step
         )
         graph, y = forward.value
         below, gradients = await self._go_on(call, tensors, y)
@@ -376,6 +377,7 @@ class StageServer:
         backward: Timed[list[WireTensor]] = await self.compute.run(
             Kind.BACKWARD,
             lambda: self._run_backward(part, work, call, graph, returned, count_it=False),
+            call.step,
         )
         return self._answer(work, below, backward.value)
 
@@ -433,7 +435,7 @@ class StageServer:
                 return float(outputs[0]), []
             return 0.0, self.codecs.encode(outputs, self.stage, FORWARD, None)
 
-        loss, y = (await self.compute.run(Kind.FORWARD, run)).value
+        loss, y = (await self.compute.run(Kind.FORWARD, run, step)).value
         if is_last:
             return Message({"loss": loss})
         try:

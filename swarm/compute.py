@@ -1,8 +1,8 @@
-"""The device executor: one kernel at a time, backward before forward (DESIGN, "The path", 5).
+"""The device executor: one kernel at a time, in the order of `KernelQueue`.
 
-The order of the queue *is* the pipeline schedule. Backward first, together with at most `slots`
-microbatches between their forward and their backward per replica, gives 1F1B (PipeDream, arXiv
-1806.03377) without any global plan; forward first without a limit gives AFAB (GPipe, arXiv
+The order of the queue *is* the pipeline schedule. One forward, one backward in turn where both
+wait, together with at most `slots` microbatches between the two per replica, gives 1F1B (PipeDream,
+arXiv 1806.03377) without any global plan; forward first without a limit gives AFAB (GPipe, arXiv
 1811.06965). The event loop never runs a kernel: `ThreadCompute` has one thread per device. Under
 virtual time `InlineCompute` runs the same queue on the loop and lets kernels take scripted time.
 """
@@ -27,15 +27,60 @@ T = TypeVar("T")
 
 
 class Kind(IntEnum):
-    """What a task computes; its value is its place in the 1F1B queue (lower first)."""
+    """What a task computes."""
 
     UPDATE = 0  # optimizer, averaging, hashing: all wait for it
     BACKWARD = 1
     FORWARD = 2
-    BACKGROUND = 3
+    BACKGROUND = 3  # when nothing else waits
 
 
-AFAB = {Kind.UPDATE: 0, Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKGROUND: 3}
+class KernelQueue(Generic[T]):
+    """What waits for a device, in the order of the pipeline schedule. Pure.
+
+    Updates first. Then the oldest step, which is the next to be committed: what is computed ahead
+    of it (*delayed*) fills the time that it leaves. Of one step a backward, but a forward after a
+    backward: with backward first always, those that come together go on together, and the stages
+    below wait meanwhile (docs/decisions/kernel-order.md). `afab` takes a forward first always.
+    """
+
+    def __init__(self, *, afab: bool = False) -> None:
+        self._afab = afab
+        self._waiting: dict[Kind, list[tuple[int, int, T]]] = {kind: [] for kind in Kind}
+        self._sequence = itertools.count()
+        self._last = Kind.FORWARD  # of forward and backward, what ran last
+
+    def __len__(self) -> int:
+        return sum(map(len, self._waiting.values()))
+
+    def push(self, kind: Kind, step: int, item: T) -> None:
+        heapq.heappush(self._waiting[kind], (step, next(self._sequence), item))
+
+    def pop(self) -> T | None:
+        """The next one; None when nothing waits."""
+        kind = self._next_kind()
+        return None if kind is None else heapq.heappop(self._waiting[kind])[2]
+
+    def began(self, kind: Kind) -> None:
+        """The device has begun such a task, whether it waited or not."""
+        if kind in (Kind.FORWARD, Kind.BACKWARD):
+            self._last = kind
+
+    def drain(self) -> list[T]:
+        """All that wait; none do any more."""
+        items = [item for each in self._waiting.values() for _, _, item in each]
+        for each in self._waiting.values():
+            each.clear()
+        return items
+
+    def _next_kind(self) -> Kind | None:
+        forward, backward = self._waiting[Kind.FORWARD], self._waiting[Kind.BACKWARD]
+        if not self._waiting[Kind.UPDATE] and forward and backward:
+            if forward[0][0] != backward[0][0]:
+                return Kind.FORWARD if forward[0][0] < backward[0][0] else Kind.BACKWARD
+            forward_next = self._afab or self._last is Kind.BACKWARD
+            return Kind.FORWARD if forward_next else Kind.BACKWARD
+        return next((kind for kind in Kind if self._waiting[kind]), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +96,10 @@ class Compute(Protocol):
 
     counts: Counter[Kind]
 
-    async def run(self, kind: Kind, task: Callable[[], T]) -> Timed[T]:
-        """Queue `task` and wait. A cancelled caller takes a task that has not begun off the
-        queue; one that has begun completes unseen. An exception of the task is raised as
-        StageFailedError with its text."""
+    async def run(self, kind: Kind, task: Callable[[], T], step: int = 0) -> Timed[T]:
+        """Queue `task`, of training step `step`, and wait. A cancelled caller takes a task that has
+        not begun off the queue; one that has begun completes unseen. An exception of the task is
+        raised as StageFailedError with its text."""
 
     async def aclose(self) -> None:
         """Finish the running task, drop the others. Idempotent."""
@@ -66,34 +111,32 @@ class ThreadCompute:
     def __init__(self, *, afab: bool = False, name: str = "compute") -> None:
         self.counts: Counter[Kind] = Counter()
         self.busy_s = 0.0
-        self._order = AFAB if afab else {kind: int(kind) for kind in Kind}
-        self._queue: list[tuple[int, int, _Job]] = []
-        self._sequence = itertools.count()
+        self._queue: KernelQueue[_Job] = KernelQueue(afab=afab)
         self._wake = threading.Condition()
         self._stopped = False
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    async def run(self, kind: Kind, task: Callable[[], T]) -> Timed[T]:
+    async def run(self, kind: Kind, task: Callable[[], T], step: int = 0) -> Timed[T]:
         loop = asyncio.get_running_loop()
         job = _Job(kind, task, loop.create_future(), loop)
         with self._wake:
             if self._stopped:
                 raise StageFailedError("the device executor has stopped")
-            heapq.heappush(self._queue, (self._order[kind], next(self._sequence), job))
+            self._queue.push(kind, step, job)
             self._wake.notify()
         return await job.future
 
     def _work(self) -> None:
         while True:
             with self._wake:
-                while not self._queue and not self._stopped:
+                while (job := self._queue.pop()) is None and not self._stopped:
                     self._wake.wait()
-                if self._stopped:
+                if job is None:
                     return
-                _, _, job = heapq.heappop(self._queue)
             if job.future.cancelled():
                 continue
+            self._queue.began(job.kind)
             began = time.perf_counter()
             try:
                 value, error = job.task(), None
@@ -111,9 +154,8 @@ class ThreadCompute:
     async def aclose(self) -> None:
         with self._wake:
             self._stopped = True
-            for _, _, job in self._queue:
+            for job in self._queue.drain():
                 job.future.cancel()
-            self._queue.clear()
             self._wake.notify()
         await asyncio.get_running_loop().run_in_executor(None, self._thread.join)
 
@@ -149,24 +191,13 @@ class InlineCompute:
         self.counts: Counter[Kind] = Counter()
         self.busy_s = 0.0
         self._seconds_of = seconds_of
-        self._order = AFAB if afab else {kind: int(kind) for kind in Kind}
-        self._waiting: list[tuple[int, int, asyncio.Future[None]]] = []
-        self._sequence = itertools.count()
+        self._queue: KernelQueue[asyncio.Future[None]] = KernelQueue(afab=afab)
         self._busy = False
 
     async def run(
-        self, kind: Kind, task: Callable[[], T], seconds: float | None = None
+        self, kind: Kind, task: Callable[[], T], step: int = 0, *, seconds: float | None = None
     ) -> Timed[T]:
-        if self._busy:
-            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            heapq.heappush(self._waiting, (self._order[kind], next(self._sequence), turn))
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    self._next()  # the turn was ours already: pass it on
-                raise
-        self._busy = True
+        await self._turn(kind, step)
         try:
             seconds = self._seconds_of(kind) if seconds is None else seconds
             if seconds > 0:
@@ -180,16 +211,29 @@ class InlineCompute:
         finally:
             self._next()
 
+    async def _turn(self, kind: Kind, step: int) -> None:
+        """Wait until the device is free for it. Whoever has had its turn calls `_next`."""
+        if self._busy:
+            turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._queue.push(kind, step, turn)
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():
+                    self._next()  # the turn was ours already: pass it on
+                raise
+        self._busy = True
+        self._queue.began(kind)
+
     def _next(self) -> None:
-        while self._waiting:
-            _, _, turn = heapq.heappop(self._waiting)
+        while (turn := self._queue.pop()) is not None:
             if not turn.done():
                 turn.set_result(None)
                 return
         self._busy = False
 
     async def aclose(self) -> None:
-        for _, _, turn in self._waiting:
+        for turn in self._queue.drain():
             turn.cancel()
 
 
@@ -206,13 +250,13 @@ class WatchedCompute:
         self._waiting: Counter[Kind] = Counter()
         self._since = 0.0  # when it last finished something, or was given work when it had none
 
-    async def run(self, kind: Kind, task: Callable[[], T]) -> Timed[T]:
+    async def run(self, kind: Kind, task: Callable[[], T], step: int = 0) -> Timed[T]:
         loop = asyncio.get_running_loop()
         if not self._waiting.total():
             self._since = loop.time()
         self._waiting[kind] += 1
         try:
-            timed = await self._compute.run(kind, task)
+            timed = await self._compute.run(kind, task, step)
             self._since = loop.time()
             return timed
         except StageFailedError:

@@ -1,26 +1,25 @@
 """The fine resolution: every microbatch, forward and backward, through the devices (simpy).
 
 Routes come from `swarm.routing.Router`, as a leader draws them, fed with the service times it would
-measure; membership and moves are those of the fluid resolution. A device takes one task at a time,
-backward before forward; the leader keeps at most `slots` microbatches per replica of the narrowest
-stage under way, as the real one does. A replica that dies takes with it what it has counted in the
-step: the others of its stage compute that again, forward and backward, and nobody else does (the
-rest answer from what they keep). Who leaves with a notice, or moves, hands over what it counted.
-A peer that holds a second stage is two replicas on one device, as in a real swarm, and the router
-gives its time away once. For some hundred peers; `fluid` is for more.
+measure; membership and moves are those of the fluid resolution. A device takes one task at a time
+in the order of a real one; the leader keeps at most `slots` microbatches per replica of the
+narrowest stage under way, as the real one does. A replica that dies takes with it what it has
+counted in the step: the others of its stage compute that again, forward and backward, and nobody
+else does (the rest answer from what they keep). Who leaves with a notice, or moves, hands over what
+it counted. A peer that holds a second stage is two replicas on one device, as in a real swarm, and
+the router gives its time away once. For some hundred peers; `fluid` is for more.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter
 from collections.abc import Generator, Sequence
-from itertools import count
 from typing import Any
 
 import simpy
 
+from swarm.compute import KernelQueue, Kind
 from swarm.placement import StageNeed, least_slots
 from swarm.routing import Router
 from swarm.sim.churn import Life
@@ -31,12 +30,11 @@ from swarm.sim.roster import Roster
 
 FORWARD_SHARE = 1 / 3  # of a microbatch's compute; the backward takes the rest
 SECOND = "#second"  # behind a peer's name: its replica of a second stage, on the same device
-_BACKWARD, _FORWARD = 0, 1
 Waiting = Generator[simpy.Event, Any, Any]
 
 
 class Device:
-    """One task at a time, backward first. `run` gives an event: True when done, False if it died.
+    """One task at a time. `run` gives an event: True when done, False if it died.
 
     `speed` in cost units per second; a task takes what it is when it begins. `share`: of its time,
     what is left for microbatches.
@@ -44,37 +42,38 @@ class Device:
 
     def __init__(self, env: simpy.Environment, speed: float) -> None:
         self.env, self.alive, self.speed, self.share = env, True, speed, 1.0
-        self._queue: list[tuple[int, int, float, simpy.Event]] = []
-        self._order = count()
+        self._queue: KernelQueue[tuple[Kind, float, simpy.Event]] = KernelQueue()
         self._current: simpy.Event | None = None
 
     def takes_s(self, cost: float) -> float:
         return cost / (self.speed * self.share)
 
-    def run(self, kind: int, cost: float) -> simpy.Event:
+    def run(self, kind: Kind, cost: float) -> simpy.Event:
         event = self.env.event()
         if not self.alive:
             event.succeed(False)
             return event
-        heapq.heappush(self._queue, (kind, next(self._order), cost, event))
+        self._queue.push(kind, 0, (kind, cost, event))
         if self._current is None:
             self._next()
         return event
 
     def die(self) -> None:
         self.alive = False
-        pending = [event for _, _, _, event in self._queue]
+        pending = [event for _, _, event in self._queue.drain()]
         if self._current is not None:
             pending.append(self._current)
-        self._queue, self._current = [], None
+        self._current = None
         for event in pending:
             event.succeed(False)
 
     def _next(self) -> None:
-        if not self._queue:
+        task = self._queue.pop()
+        if task is None:
             self._current = None
             return
-        _, _, cost, event = heapq.heappop(self._queue)
+        kind, cost, event = task
+        self._queue.began(kind)
         self._current = event
         timer = self.env.timeout(self.takes_s(cost))
         timer.callbacks.append(lambda _: self._done(event))
@@ -278,9 +277,9 @@ class _Swarm:
         for stage in stages:
             if stage and self.step.hop_s:
                 yield self.env.timeout(self.step.hop_s)
-            yield from self._task(route, stage, _FORWARD)
+            yield from self._task(route, stage, Kind.FORWARD)
         for stage in reversed(stages):
-            yield from self._task(route, stage, _BACKWARD)
+            yield from self._task(route, stage, Kind.BACKWARD)
             if stage and self.step.hop_s:
                 yield self.env.timeout(self.step.hop_s)
         for replica in route:
@@ -293,19 +292,19 @@ class _Swarm:
     def _replay(self, stage: int) -> Waiting:
         """What a dead replica had counted is computed by another of its stage."""
         route = [""] * len(self.needs)
-        yield from self._task(route, stage, _FORWARD)
-        yield from self._task(route, stage, _BACKWARD)
+        yield from self._task(route, stage, Kind.FORWARD)
+        yield from self._task(route, stage, Kind.BACKWARD)
         self.router.finished(route[stage])
         self.left -= 1
         self._tell()
 
-    def _task(self, route: list[str], stage: int, kind: int) -> Waiting:
+    def _task(self, route: list[str], stage: int, kind: Kind) -> Waiting:
         """One forward or backward, by another replica if the one of the route has died."""
         cost = self.needs[stage].cost
         while True:
             device = self.devices.get(_peer_of(route[stage]))
             if device is not None:
-                share = FORWARD_SHARE if kind == _FORWARD else 1 - FORWARD_SHARE
+                share = FORWARD_SHARE if kind is Kind.FORWARD else 1 - FORWARD_SHARE
                 if (yield device.run(kind, share * cost)):
                     break
                 continue
@@ -315,11 +314,13 @@ class _Swarm:
                 continue
             route[stage] = choice.replica
             self.router.started(choice.replica)
-            if kind == _BACKWARD:  # the new one has no forward of it
-                again = self.devices[_peer_of(choice.replica)].run(_FORWARD, FORWARD_SHARE * cost)
+            if kind is Kind.BACKWARD:  # the new one has no forward of it
+                again = self.devices[_peer_of(choice.replica)].run(
+                    Kind.FORWARD, FORWARD_SHARE * cost
+                )
                 if not (yield again):
                     continue
-        if kind == _BACKWARD:
+        if kind is Kind.BACKWARD:
             replica = route[stage]
             self.counted[_peer_of(replica)][stage] += 1
             self.router.observe(replica, device.takes_s(cost))

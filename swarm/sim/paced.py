@@ -12,7 +12,6 @@ that is too small to matter. Network, protocol, averaging and hashes are the rea
 from __future__ import annotations
 
 import asyncio
-import heapq
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -45,20 +44,11 @@ class PacedCompute(InlineCompute):
         self._free_at = 0.0
 
     async def run(
-        self, kind: Kind, task: Callable[[], T], seconds: float | None = None
+        self, kind: Kind, task: Callable[[], T], step: int = 0, *, seconds: float | None = None
     ) -> Timed[T]:
         loop = asyncio.get_running_loop()
         arrived = loop.time()
-        if self._busy:
-            turn: asyncio.Future[None] = loop.create_future()
-            heapq.heappush(self._waiting, (self._order[kind], next(self._sequence), turn))
-            try:
-                await turn
-            except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():
-                    self._next()
-                raise
-        self._busy = True
+        await self._turn(kind, step)
         try:
             seconds = self._seconds_of(kind) if seconds is None else seconds
             self._free_at = max(self._free_at, arrived) + seconds

@@ -100,9 +100,9 @@ def peer(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
         def __init__(self, member: Member, device: Any) -> None:
             self.member, self.device, self.counts = member, device, device.counts
 
-        async def run(self, kind: Kind, task: Callable[[], Any]) -> Any:
+        async def run(self, kind: Kind, task: Callable[[], Any], step: int = 0) -> Any:
             if self.member.serves is None or kind.name not in UNIT_S:
-                return await self.device.run(kind, task)
+                return await self.device.run(kind, task, step)
             factor = float(slower.read_text() or 1) if slower.exists() else 1.0
             more_s = UNIT_S[kind.name] * COSTS[self.member.serves]
 
@@ -113,7 +113,7 @@ def peer(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
                 time.sleep(more_s * factor + took_s * (factor - 1))
                 return answer
 
-            return await self.device.run(kind, longer)
+            return await self.device.run(kind, longer, step)
 
         async def aclose(self) -> None:
             """The device is its process's."""

@@ -30,8 +30,9 @@ class StageCompute:
     def __init__(self, device: FaultyCompute, seconds_of: Callable[[Kind], float]) -> None:
         self.device, self.seconds_of, self.counts = device, seconds_of, device.counts
 
-    async def run(self, kind: Kind, task: Callable[[], Any]) -> Timed[Any]:
-        timed: Timed[Any] = await self.device.run(kind, task, self.seconds_of(kind))
+    async def run(self, kind: Kind, task: Callable[[], Any], step: int = 0) -> Timed[Any]:
+        seconds = self.seconds_of(kind)
+        timed: Timed[Any] = await self.device.run(kind, task, step, seconds=seconds)
         return timed
 
     async def aclose(self) -> None:

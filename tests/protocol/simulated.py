@@ -65,9 +65,11 @@ class FaultyCompute(InlineCompute):
     def will_fail(self, kind: Kind) -> bool:
         return self.failing[kind] + self.failed[kind] > 0
 
-    async def run(self, kind: Kind, task: Callable[[], Any], seconds: float | None = None) -> Any:
+    async def run(
+        self, kind: Kind, task: Callable[[], Any], step: int = 0, *, seconds: float | None = None
+    ) -> Any:
         if not self.failing[kind] or not self.may_fail(kind):
-            return await super().run(kind, task, seconds)
+            return await super().run(kind, task, step, seconds=seconds)
         self.failing[kind] -= 1
 
         def fail() -> None:
@@ -75,7 +77,7 @@ class FaultyCompute(InlineCompute):
 
         self.failed[kind] += 1
         try:
-            return await super().run(kind, fail)
+            return await super().run(kind, fail, step)
         finally:
             self.failed[kind] -= 1
 

@@ -136,7 +136,7 @@ class Flooded(Swarm):
                 self.note("answers and orders that wait", len(one._urgent))
                 self.note("bytes that wait to be sent", one._bulk_bytes)
         for name, member in self.members.items():
-            self.note("tasks of a device", len(self.computes[name]._waiting))
+            self.note("tasks of a device", len(self.computes[name]._queue))
             if member.server is None or member.donor is None or member.catching_up is None:
                 continue
             kept = member.server.parts.kept

@@ -280,8 +280,8 @@ class Ordered(Swarm):
         compute._seconds_of = lambda kind: (self.kinds.append(kind), usual(kind))[1]
 
 
-def test_backward_goes_before_forward() -> None:
-    """A backward that waits goes before every forward that waits, so few are between the two."""
+def test_backwards_do_not_wait_for_all_forwards() -> None:
+    """They take turns where both wait, so few microbatches are between the two."""
     most = {}
     for afab in (False, True):
         swarm = Ordered(replicas=(1, 1), num_stages=2, plan=plan(8), slots=4, afab=afab)

@@ -100,7 +100,7 @@ class Struck(Swarm):
             work = server.parts.kept.works.get(index)
             if entry is None or work is None:
                 return "gone"
-            running = self.computes[self.victim]._busy and not self.computes[self.victim]._waiting
+            running = self.computes[self.victim]._busy and not self.computes[self.victim]._queue
             match entry.phase:
                 case Phase.FORWARD:
                     return "in forward" if running else "queued"
@@ -286,17 +286,17 @@ class Transferred(Swarm):
         compute = self.computes[name]
         usual = compute.run
 
-        async def run(kind: Kind, task: Callable[[], Any], seconds: float | None = None) -> Any:
+        async def run(kind: Kind, task: Callable[[], Any], step: int = 0) -> Any:
             called = getattr(task, "func", task).__qualname__
             if called != self.kernel or name in self.struck:
-                return await usual(kind, task, seconds)
+                return await usual(kind, task, step)
             self.struck.append(name)
 
             def fail() -> None:
                 task()
                 raise RuntimeError("a kernel failed")
 
-            return await usual(kind, fail, seconds)
+            return await usual(kind, fail, step)
 
         compute.run = run  # type: ignore[method-assign]
         return member

@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 import torch
 
-from swarm.compute import Compute, InlineCompute, Kind, ThreadCompute
+from swarm.compute import Compute, InlineCompute, KernelQueue, Kind, ThreadCompute
 from swarm.errors import StageFailedError
 from swarm.sim.virtual_time import run
 
@@ -60,7 +60,7 @@ async def occupied(compute: Compute, real: bool) -> Callable[[], Awaitable[None]
 
 @pytest.mark.parametrize(
     ("afab", "expected"),
-    [(False, [3, 2, 5, 1, 4, 0]), (True, [3, 1, 4, 2, 5, 0])],
+    [(False, [3, 2, 1, 5, 4, 0]), (True, [3, 1, 4, 2, 5, 0])],
 )
 def test_order_of_the_queue(afab: bool, expected: list[int]) -> None:
     async def check(compute: Compute, real: bool) -> None:
@@ -80,6 +80,35 @@ def test_order_of_the_queue(afab: bool, expected: list[int]) -> None:
         assert compute.counts[Kind.FORWARD] == 2
 
     on_both(check, afab)
+
+
+@pytest.mark.parametrize("afab", [False, True])
+def test_an_older_step_goes_first(afab: bool) -> None:
+    """All of it but for updates: it is the next to be committed."""
+    queue: KernelQueue[str] = KernelQueue(afab=afab)
+    for step in (8, 7):
+        for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.FORWARD, Kind.UPDATE):
+            queue.push(kind, step, f"{kind.name} {step}")
+    order = []
+    while (item := queue.pop()) is not None:
+        queue.began(Kind[item.partition(" ")[0]])
+        order.append(item.replace("WARD", ""))
+    turns = ["FOR", "FOR", "BACK"] if afab else ["BACK", "FOR", "FOR"]
+    in_turns = [f"{kind} {step}" for step in (7, 8) for kind in turns]
+    assert order == ["UPDATE 7", "UPDATE 8", *in_turns]
+
+
+@pytest.mark.parametrize("last", [Kind.FORWARD, Kind.BACKWARD])
+def test_a_forward_follows_a_backward_whatever_came_between(last: Kind) -> None:
+    """An update or a background task changes nothing about whose turn it is."""
+    queue: KernelQueue[Kind] = KernelQueue()
+    for kind in (last, Kind.UPDATE, Kind.BACKGROUND):
+        queue.began(kind)
+    for kind in (Kind.FORWARD, Kind.BACKWARD):
+        queue.push(kind, 0, kind)
+    assert queue.pop() is (Kind.FORWARD if last is Kind.BACKWARD else Kind.BACKWARD)
+    assert len(queue.drain()) == 1
+    assert queue.pop() is None
 
 
 def test_value_time_and_failure() -> None:

@@ -27,10 +27,11 @@ class Busy(InlineCompute):
         self.draw = random.Random(seed)
 
     async def run(
-        self, kind: Kind, task: Callable[[], Any], seconds: float | None = None
+        self, kind: Kind, task: Callable[[], Any], step: int = 0, *, seconds: float | None = None
     ) -> Timed[Any]:
         disturbed = self.draw.random() < 0.6
-        return await super().run(kind, task, SECONDS[kind] * (3.0 if disturbed else 1.0))
+        takes_s = SECONDS[kind] * (3.0 if disturbed else 1.0)
+        return await super().run(kind, task, step, seconds=takes_s)
 
 
 @pytest.mark.parametrize("number", range(8))
