@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Kind(IntEnum):
-    """What a task computes."""
+    """What a task computes, the most urgent first."""
 
     UPDATE = 0  # optimizer, averaging, hashing: all wait for it
     BACKWARD = 1

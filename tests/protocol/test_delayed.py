@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from swarm.compute import KernelQueue, Kind
 from swarm.ledger import Phase
 from tests.protocol.scenario import DELAYED_FROM, draw
 from tests.protocol.scenarios import run_or_shrink
@@ -74,6 +75,22 @@ def test_what_is_computed_ahead_decides_the_bits() -> None:
     assert len(set(ends)) == 7
     assert ends[0] == baseline(STEPS, MICROBATCHES)[0], "nothing ahead is the exact policy"
     assert ends[6] == baseline(STEPS, MICROBATCHES, policy="delayed", ahead=ALL)[0]
+
+
+def test_kernels_are_queued_by_their_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or what is ahead would take turns with what the commit before it waits for."""
+    queued: dict[Kind, set[int]] = {Kind.FORWARD: set(), Kind.BACKWARD: set()}
+    push = KernelQueue.push
+
+    def noted(queue: Any, kind: Kind, step: int, item: Any) -> None:
+        if kind in queued:
+            queued[kind].add(step)
+        push(queue, kind, step, item)
+
+    monkeypatch.setattr(KernelQueue, "push", noted)
+    check(delayed(microbatches=24, ahead=12))
+    for steps in queued.values():
+        assert set(range(1, STEPS)) <= steps <= set(range(STEPS)), queued
 
 
 @some
