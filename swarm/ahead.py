@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# Two thirds of a step ahead balance in full: farther off, the loss is too little of a parabola.
+MAX_BALANCE = 2.0
+
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
@@ -25,7 +28,7 @@ class Ahead:
     def balance(self) -> float:
         """How many updates beyond V_s the others are computed."""
         others = self.num_microbatches - self.microbatches
-        return min(self.microbatches / others, 1.0) if others > 0 else 0.0
+        return min(self.microbatches / others, MAX_BALANCE) if others > 0 else 0.0
 
 
 NONE = Ahead()

@@ -5,9 +5,9 @@ V_(s-1), and the commit of s makes V_(s+1) out of V_s with the gradient of all (
 weights, and V_(-1) too). So step s+1 can begin before s is averaged (docs/decisions/delayed.md).
 The others wait for V_s, and are computed as far beyond it as balances the first ones, with
 V_s + f / (1 - f) (V_s - V_(s-1)): the mean of where gradients are taken is V_s, so the gradient of
-a step is that of *exact* but for what curvature changes within one update. For f above 1/2 they
-would be further away than the first ones are, so there it is one update. Where all are the first
-ones nothing balances, and the rule is that of PipeDream-2BW (arXiv 2006.09503, section 3.1).
+a step is that of *exact* but for what curvature changes within an update or two. For f above 2/3
+it would be more than two, and is two. Where all are the first ones nothing balances, and the rule
+is that of PipeDream-2BW (arXiv 2006.09503, section 3.1).
 
 Held are two versions of the parameters, each with the accumulator of the step that begins with it,
 the balanced one, and the optimizer's own state, of the newest. Which microbatches are the first is

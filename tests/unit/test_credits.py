@@ -37,14 +37,30 @@ def test_transit_is_what_no_replica_did() -> None:
     assert transit.seconds == 0.0
 
 
-def test_the_least_of_two_steps_counts() -> None:
+def test_nine_of_ten_are_on_their_way_no_longer() -> None:
+    """Those of the step before; in the first step there are none, and the least counts."""
+    transit = Transit()
+    for tenths in (10, 14, 11, 16, 19, 12, 13, 15, 18, 17):
+        transit.note(tenths / 10, [])
+    assert transit.seconds == 1.0
+    transit.begin_step()
+    assert transit.seconds == 1.8
+    transit.note(1.3, [])
+    assert transit.seconds == 1.8
+    transit.begin_step()
+    assert transit.seconds == 1.3
+    transit.begin_step()  # one in which nothing was answered
+    assert transit.seconds == 1.3
+
+
+def test_a_line_that_is_full_does_not_ask_for_ever_more() -> None:
+    """At most twice the least of two steps."""
     transit = Transit()
     transit.note(0.2, [])
+    transit.note(4.0, [])
     transit.begin_step()
-    transit.note(0.4, [])
-    assert transit.seconds == 0.2
+    assert transit.seconds == 2 * 0.2
+    transit.note(4.0, [])
+    assert transit.seconds == 2 * 0.2
     transit.begin_step()
-    assert transit.seconds == 0.4
-    transit.begin_step()  # one in which nothing was answered
-    transit.note(0.6, [])
-    assert transit.seconds == 0.4
+    assert transit.seconds == 4.0

@@ -166,9 +166,10 @@ def test_ledgers_that_take_turns() -> None:
 
 
 def test_the_others_are_computed_as_far_beyond_as_balances_the_first() -> None:
-    """V + c (V - V_before) with c = f / (1 - f), the bits of single operations; at most one update,
-    and none where nothing was computed ahead."""
-    assert [Ahead(n, 4).balance for n in range(5)] == [0.0, 1 / 3, 1.0, 1.0, 0.0]
+    """V + c (V - V_before) with c = f / (1 - f), the bits of single operations; at most two
+    updates, and none where nothing was computed ahead, nor where nothing waits."""
+    assert [Ahead(n, 4).balance for n in range(5)] == [0.0, 1 / 3, 1.0, 2.0, 0.0]
+    assert Ahead(5, 8).balance == 5 / 3
     assert [Ahead(1, 4, since=2).of(step) for step in range(4)] == [0, 0, 1, 1]
     ours = state(QUARTER)
     for step in range(3):
