@@ -26,7 +26,7 @@ class Work:
     loss: float | None = None
     forward_s: float = 0.0
     backward_s: float = 0.0
-    waited_s: float = 0.0  # for a slot and for the device
+    waited_s: float = 0.0  # for a commit, a slot and the device
     holds_slot: bool = False
     evicted: bool = False
     nonfinite: bool = False  # what its forward gave, let through

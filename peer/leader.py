@@ -233,7 +233,6 @@ class Leader:
     def _begin_step(self) -> Step:
         number = self.next_step + len(self.live)
         self.router.begin_step()
-        self.transit.begin_step()
         step = Step(number, self.plan.num_microbatches, self.pipeline.num_stages, self.router)
         step.tries, step.attempt = self._tries, self.attempt
         before = [name for each in self.live for name in each.active]

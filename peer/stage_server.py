@@ -155,12 +155,15 @@ class StageServer:
         if call.term > part.ledger.term:
             # A call comes from any peer: only an order of the trainer itself raises the term.
             raise RefusedError("no order of that term has come here")
+        loop = asyncio.get_running_loop()
+        arrived = loop.time()
         decision = await self._decide(part, call)
         if decision.do is Do.REFUSE:
             raise CallFailedError("refused", decision.reason, hop=call.hop)
         if decision.do is Do.RUN:
             self.parts.drop(part, call.index)
             work = part.kept.works[call.index] = Work(call.index)
+            work.waited_s = loop.time() - arrived
             work.forward = self.tasks.spawn(self._forward(part, work, call, tensors))
         work = part.kept.works[call.index]
         if work.evicted:
@@ -224,7 +227,7 @@ class StageServer:
             raise self._failure(error, call) from error
         work.graph, y = timed.value
         work.forward_s = timed.seconds
-        work.waited_s += loop.time() - arrived - timed.seconds
+        work.waited_s += max(0.0, loop.time() - arrived - timed.seconds)
         part.kept.keep(work, y)
         part.ledger.on_forward_done(call.index)
         return y
@@ -323,7 +326,7 @@ class StageServer:
             work.graph = None
             self._release(work)
         work.backward_s = timed.seconds
-        work.waited_s += loop.time() - arrived - timed.seconds
+        work.waited_s += max(0.0, loop.time() - arrived - timed.seconds)
         if part.ledger.on_counted(call.step, call.index):
             part.kept.keep(work, timed.value)
             part.kept.counted(work)

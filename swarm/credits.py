@@ -8,49 +8,40 @@ product). All of them are held by each stage, so a stage with few replicas holds
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
 SPARE = 2  # per replica, for what is uneven
-USUAL = 0.9  # of the microbatches
-MOST = 2.0  # times the least
+WINDOW = 128  # microbatches
+USUAL, LEAST = 0.9, 0.1  # of them
+MOST = 2.0  # times what the least take
 
 
 class Transit:
-    """How long microbatches are on their way in all, when nothing else is: what nine of ten take.
+    """How long microbatches are on their way, computing and waiting aside: what nine of ten take.
 
     Where packets are lost some take half as long again as others, and with no more under way than
-    those need that are lucky, devices run out of work. But at most twice the least of two steps:
-    what queues behind others in a line that is full takes longer, and more under way would not
-    make it faster (BBR's minimal round trip, for the same reason).
+    the lucky ones need, devices run out of work (docs/decisions/under-way.md). But at most twice
+    what one of ten takes: what queues behind others in a line that is full takes longer, and more
+    under way would not make it faster (BBR's minimal round trip, for the same reason).
     """
 
     def __init__(self) -> None:
-        self._noted: list[float] = []  # in this step
-        self._usual: float | None = None  # of the step before
-        self._before = self._now = math.inf  # the least
-
-    def begin_step(self) -> None:
-        """What was noted longer ago than this and the last step is forgotten."""
-        if self._noted:
-            ascending = sorted(self._noted)
-            self._usual = ascending[math.ceil(USUAL * len(ascending)) - 1]
-            self._noted.clear()
-            self._before, self._now = self._now, math.inf
+        self._last: deque[float] = deque(maxlen=WINDOW)
 
     def note(self, elapsed_s: float, timings: Sequence[tuple[float, float, float]]) -> None:
         """A microbatch was answered in `elapsed_s`; per hop, seconds of forward, backward and
-        waiting for the device, as its replica says."""
-        seconds = max(0.0, elapsed_s - math.fsum(map(math.fsum, timings)))
-        self._noted.append(seconds)
-        self._now = min(self._now, seconds)
+        waiting for a commit, a slot and the device, as its replica says."""
+        self._last.append(max(0.0, elapsed_s - math.fsum(map(math.fsum, timings))))
 
     @property
     def seconds(self) -> float:
-        """0 while nothing is known; in the first step the least."""
-        least = min(self._before, self._now)
-        if self._usual is None:
-            return least if least < math.inf else 0.0
-        return min(self._usual, MOST * least)
+        """Of the last `WINDOW` microbatches; 0 while nothing is known."""
+        if not self._last:
+            return 0.0
+        ascending = sorted(self._last)
+        most = len(ascending) - 1
+        return min(ascending[round(USUAL * most)], MOST * ascending[round(LEAST * most)])
 
 
 def slots(held: Sequence[Sequence[int]], rate: float, transit_s: float, least: int) -> list[int]:

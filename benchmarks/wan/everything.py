@@ -74,7 +74,7 @@ COMMANDS = {
     "exact": Command(11, f"throughput.py --policy exact {THIN}"),
     "ahead": Command(17, f"throughput.py {AHEAD} --profiles lan fibre home --rounds 5 {THIN}"),
     "poor_all_ahead": Command(4, f"throughput.py {POOR} --congestion bbr --seconds 12 --rounds 5"),
-    # Four steps and more: one takes 3.4 s on `lan`, 4.2 s on `poor`, more with cubic.
+    # Four steps and more: one takes 3.1 s on `lan`, 3.2 s on `poor`, more with cubic.
     "poor_half_ahead": Command(8, f"throughput.py {POOR} {HALF} --congestion bbr cubic --rounds 5"),
     "poor_averaged": Command(
         8, f"throughput.py {POOR} {HALF} --congestion bbr cubic --rounds 5 --parameters 100000"

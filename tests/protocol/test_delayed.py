@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from swarm.compute import KernelQueue, Kind
+from swarm.credits import Transit
 from swarm.ledger import Phase
 from tests.protocol.scenario import DELAYED_FROM, draw
 from tests.protocol.scenarios import run_or_shrink
@@ -47,7 +48,7 @@ def slow_averaging(swarm: Swarm, rate_bps: float = 60_000.0) -> Swarm:
 # ---- no faults -----------------------------------------------------------------------------------
 
 
-some = pytest.mark.parametrize("ahead", [ALL, 2, 1], ids=["all", "two", "one"])  # of a step
+some = pytest.mark.parametrize("ahead", [ALL, 4, 2, 1], ids=["all", "four", "two", "one"])  # of six
 
 
 @some
@@ -91,6 +92,34 @@ def test_kernels_are_queued_by_their_step(monkeypatch: pytest.MonkeyPatch) -> No
     check(delayed(microbatches=24, ahead=12))
     for steps in queued.values():
         assert set(range(1, STEPS)) <= steps <= set(range(STEPS)), queued
+
+
+class SlowUpdates(Swarm):
+    """An update takes a second."""
+
+    async def start_all(self) -> None:
+        await super().start_all()
+        for compute in self.computes.values():
+            usual = compute._seconds_of
+            compute._seconds_of = lambda kind, usual=usual: (
+                1.0 if kind is Kind.UPDATE else usual(kind)
+            )
+
+
+def test_what_waits_for_a_commit_is_not_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or more would be put under way for it, which would wait too."""
+    noted: list[float] = []
+    note = Transit.note
+
+    def spied(transit: Transit, elapsed_s: float, timings: Any) -> None:
+        noted.append(elapsed_s - sum(map(sum, timings)))
+        note(transit, elapsed_s, timings)
+
+    monkeypatch.setattr(Transit, "note", spied)
+    swarm = SlowUpdates(plan=plan(MICROBATCHES), policy="delayed", ahead=2, seconds=(0.03, 0.06))
+    check(swarm)
+    assert len(noted) == STEPS * MICROBATCHES
+    assert max(noted) < 0.5, max(noted)
 
 
 @some

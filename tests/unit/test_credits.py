@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from swarm.credits import SPARE, Transit, slots
+from swarm.credits import MOST, SPARE, WINDOW, Transit, slots
 
 
 def test_short_lines_need_one_per_replica_and_some_to_spare() -> None:
@@ -38,29 +38,24 @@ def test_transit_is_what_no_replica_did() -> None:
 
 
 def test_nine_of_ten_are_on_their_way_no_longer() -> None:
-    """Those of the step before; in the first step there are none, and the least counts."""
     transit = Transit()
-    for tenths in (10, 14, 11, 16, 19, 12, 13, 15, 18, 17):
+    for tenths in (10, 14, 11, 16, 19, 12, 13, 15, 18, 17, 90):
         transit.note(tenths / 10, [])
-    assert transit.seconds == 1.0
-    transit.begin_step()
-    assert transit.seconds == 1.8
-    transit.note(1.3, [])
-    assert transit.seconds == 1.8
-    transit.begin_step()
-    assert transit.seconds == 1.3
-    transit.begin_step()  # one in which nothing was answered
-    assert transit.seconds == 1.3
+    assert transit.seconds == 1.9
+    for _ in range(WINDOW):  # what was before is forgotten
+        transit.note(0.7, [])
+    assert transit.seconds == 0.7
 
 
-def test_a_line_that_is_full_does_not_ask_for_ever_more() -> None:
-    """At most twice the least of two steps."""
+def test_what_queues_in_a_full_line_counts_no_more_than_twice_the_rest() -> None:
     transit = Transit()
-    transit.note(0.2, [])
-    transit.note(4.0, [])
-    transit.begin_step()
-    assert transit.seconds == 2 * 0.2
-    transit.note(4.0, [])
-    assert transit.seconds == 2 * 0.2
-    transit.begin_step()
-    assert transit.seconds == 4.0
+    for number in range(WINDOW):
+        transit.note(0.2 if number % 4 == 0 else 4.0, [])
+    assert transit.seconds == MOST * 0.2
+
+
+def test_one_that_lies_is_outvoted_where_it_is_one_of_many() -> None:
+    transit = Transit()
+    for number in range(WINDOW):
+        transit.note(0.4, [(9.0, 0.0, 0.0)] if number % 12 == 0 else [])
+    assert transit.seconds == 0.4

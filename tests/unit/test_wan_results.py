@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -283,3 +284,10 @@ def test_everything_says_that_it_needs_root(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("os.geteuid", lambda: 1000)
     with pytest.raises(LabError, match="needs root: run it with sudo"):
         everything.main()
+
+
+def test_documents_name_parts_that_there_are() -> None:
+    root = WAN.parents[1]
+    for path in (root / "README.md", *root.glob("docs/**/*.md")):
+        for names in re.findall(r"everything\.py((?:\s+[a-z][a-z0-9_]*)+)`", path.read_text()):
+            assert set(names.split()) <= set(everything.COMMANDS), (path.name, names)
