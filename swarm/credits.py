@@ -9,25 +9,26 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 SPARE = 2  # per replica, for what is uneven
-WINDOW = 128  # microbatches
+RECENT, LONG = 128, 1024  # microbatches
 USUAL, LEAST = 0.9, 0.1  # of them
-MOST = 2.0  # times what the least take
+MOST = 1.5  # times what the least take
 
 
 class Transit:
     """How long microbatches are on their way, computing and waiting aside: what nine of ten take.
 
     Where packets are lost some take half as long again as others, and with no more under way than
-    the lucky ones need, devices run out of work (docs/decisions/under-way.md). But at most twice
-    what one of ten takes: what queues behind others in a line that is full takes longer, and more
-    under way would not make it faster (BBR's minimal round trip, for the same reason).
+    the lucky ones need, devices run out of work (docs/decisions/under-way.md). But at most half
+    as much again as one of ten took for long: what queues behind others in a line that is full
+    takes longer, and more under way would only make the queue longer (BBR's minimal round trip,
+    for the same reason).
     """
 
     def __init__(self) -> None:
-        self._last: deque[float] = deque(maxlen=WINDOW)
+        self._last: deque[float] = deque(maxlen=LONG)
 
     def note(self, elapsed_s: float, timings: Sequence[tuple[float, float, float]]) -> None:
         """A microbatch was answered in `elapsed_s`; per hop, seconds of forward, backward and
@@ -36,12 +37,15 @@ class Transit:
 
     @property
     def seconds(self) -> float:
-        """Of the last `WINDOW` microbatches; 0 while nothing is known."""
+        """0 while nothing is known."""
         if not self._last:
             return 0.0
-        ascending = sorted(self._last)
-        most = len(ascending) - 1
-        return min(ascending[round(USUAL * most)], MOST * ascending[round(LEAST * most)])
+        recent = list(self._last)[-RECENT:]
+        return min(_quantile(recent, USUAL), MOST * _quantile(self._last, LEAST))
+
+
+def _quantile(values: Collection[float], share: float) -> float:
+    return sorted(values)[round(share * (len(values) - 1))]
 
 
 def slots(held: Sequence[Sequence[int]], rate: float, transit_s: float, least: int) -> list[int]:

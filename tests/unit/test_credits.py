@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from swarm.credits import MOST, SPARE, WINDOW, Transit, slots
+from swarm.credits import LONG, MOST, RECENT, SPARE, Transit, slots
 
 
 def test_short_lines_need_one_per_replica_and_some_to_spare() -> None:
@@ -39,23 +39,42 @@ def test_transit_is_what_no_replica_did() -> None:
 
 def test_nine_of_ten_are_on_their_way_no_longer() -> None:
     transit = Transit()
-    for tenths in (10, 14, 11, 16, 19, 12, 13, 15, 18, 17, 90):
+    for tenths in (10, 11, 10, 11, 14, 12, 13, 13, 12, 11, 90):
         transit.note(tenths / 10, [])
-    assert transit.seconds == 1.9
-    for _ in range(WINDOW):  # what was before is forgotten
-        transit.note(0.7, [])
-    assert transit.seconds == 0.7
+    assert transit.seconds == 1.4
+    for _ in range(RECENT):  # what was before is forgotten
+        transit.note(1.2, [])
+    assert transit.seconds == 1.2
 
 
-def test_what_queues_in_a_full_line_counts_no_more_than_twice_the_rest() -> None:
+def test_what_queues_in_a_full_line_counts_no_more_than_half_again_the_rest() -> None:
     transit = Transit()
-    for number in range(WINDOW):
+    for number in range(RECENT):
         transit.note(0.2 if number % 4 == 0 else 4.0, [])
     assert transit.seconds == MOST * 0.2
 
 
+def test_a_queue_that_does_not_go_away_is_not_taken_for_the_line() -> None:
+    # More under way makes it longer, and that would ask for more again.
+    transit = Transit()
+    for _ in range(LONG // 4):
+        transit.note(0.5, [])
+    for _ in range(LONG // 2):
+        transit.note(2.0, [])
+    assert transit.seconds == MOST * 0.5
+
+
+def test_a_line_that_became_longer_is_believed_at_last() -> None:
+    transit = Transit()
+    for _ in range(LONG):
+        transit.note(0.5, [])
+    for _ in range(LONG):
+        transit.note(0.9, [])
+    assert transit.seconds == 0.9
+
+
 def test_one_that_lies_is_outvoted_where_it_is_one_of_many() -> None:
     transit = Transit()
-    for number in range(WINDOW):
+    for number in range(RECENT):
         transit.note(0.4, [(9.0, 0.0, 0.0)] if number % 12 == 0 else [])
     assert transit.seconds == 0.4
