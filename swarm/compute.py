@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class Kind(IntEnum):
-    """What a task computes, the most urgent first."""
+    """What a task computes, the most urgent first; of forward and backward see `KernelQueue`."""
 
     UPDATE = 0  # optimizer, averaging, hashing: all wait for it
     BACKWARD = 1

@@ -22,7 +22,7 @@ class Transit:
 
     Where packets are lost some take half as long again as others, and with no more under way than
     the lucky ones need, devices run out of work (docs/decisions/under-way.md). But at most half
-    as much again as one of ten took for long: what queues behind others in a line that is full
+    as much again as one of ten of the last `LONG`: what queues behind others in a line that is full
     takes longer, and more under way would only make the queue longer (BBR's minimal round trip,
     for the same reason).
     """

@@ -49,8 +49,9 @@ Check = Callable[[Header, Sequence[TensorMeta]], None]
 class CallFailedError(SwarmError):
     """The other side answered a call with an error.
 
-    `kind` is "refused", "failed" (its computation raised), "unreachable" (it lost the next hop) or
-    "lost"; `detail` holds plain values that say where.
+    `kind` is "refused", "failed" (its computation raised), "nonfinite" (it gave what is not
+    finite), "unreachable" (it lost the next hop) or the leader's own "timeout"; `detail` holds
+    plain values that say where.
     """
 
     def __init__(self, kind: str, message: str, /, **detail: Any) -> None:

@@ -54,7 +54,7 @@ def test_what_queues_in_a_full_line_counts_no_more_than_half_again_the_rest() ->
     assert transit.seconds == MOST * 0.2
 
 
-def test_a_queue_that_does_not_go_away_is_not_taken_for_the_line() -> None:
+def test_a_queue_is_not_taken_for_the_line_until_it_has_stood_for_long() -> None:
     # More under way makes it longer, and that would ask for more again.
     transit = Transit()
     for _ in range(LONG // 4):
@@ -64,7 +64,7 @@ def test_a_queue_that_does_not_go_away_is_not_taken_for_the_line() -> None:
     assert transit.seconds == MOST * 0.5
 
 
-def test_a_line_that_became_longer_is_believed_at_last() -> None:
+def test_a_line_that_became_longer_is_believed_in_the_end() -> None:
     transit = Transit()
     for _ in range(LONG):
         transit.note(0.5, [])
