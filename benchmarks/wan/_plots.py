@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from _kept import ALIKE, GOALS, Row, best, policy_of
+from _profiles import PROFILES
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -26,7 +27,7 @@ def shares(rows: Sequence[Row], path: Path) -> None:
     if not rows:
         raise ValueError("nothing to draw: shares are of `lan`, which has not been measured")
     panels = sorted({tuple(row[name] for name in PANEL) for row in rows}, key=_reading_order)
-    profiles = list(dict.fromkeys(row["profile"] for row in rows))
+    profiles = [name for name in PROFILES if any(row["profile"] == name for row in rows)]
     settings = list(dict.fromkeys(row["setting"] for row in rows))
     columns = min(COLUMNS, len(panels))
     lines = math.ceil(len(panels) / columns)

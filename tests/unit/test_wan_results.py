@@ -167,9 +167,11 @@ def test_a_bound_is_drawn_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             figures.append(self)
 
     monkeypatch.setattr(_plots, "Figure", Kept)
-    rows = [row("lan", 10.0), row("home", 9.0), row("poor", 2.0, steps=0)]
+    rows = [row("poor", 2.0, steps=0), row("lan", 10.0), row("home", 9.0)]
     _plots.shares(throughput(rows), tmp_path / "shares.png")
     (figure,) = figures
+    profiles = [label.get_text() for label in figure.axes[0].get_xticklabels()]
+    assert profiles == ["lan", "home", "poor"]  # whatever was measured first
     bars = {bar.get_height(): bar.get_hatch() for bar in figure.axes[0].patches}
     assert bars == {1.0: None, 0.9: None, 0.2: _plots.BOUND["hatch"]}
     names = [text.get_text() for text in figure.legends[0].get_texts()]
