@@ -29,19 +29,14 @@ class Transit:
 
     def __init__(self) -> None:
         self._last: deque[float] = deque(maxlen=LONG)
+        self.seconds = 0.0  # while nothing is known
 
     def note(self, elapsed_s: float, timings: Sequence[tuple[float, float, float]]) -> None:
         """A microbatch was answered in `elapsed_s`; per hop, seconds of forward, backward and
         waiting for a commit, a slot and the device, as its replica says."""
         self._last.append(max(0.0, elapsed_s - math.fsum(map(math.fsum, timings))))
-
-    @property
-    def seconds(self) -> float:
-        """0 while nothing is known."""
-        if not self._last:
-            return 0.0
         recent = list(self._last)[-RECENT:]
-        return min(_quantile(recent, USUAL), MOST * _quantile(self._last, LEAST))
+        self.seconds = min(_quantile(recent, USUAL), MOST * _quantile(self._last, LEAST))
 
 
 def _quantile(values: Collection[float], share: float) -> float:
