@@ -1,7 +1,7 @@
 """What a lab really gives: round trips, and the rates of TCP. No result of the lab means anything
 without; so each comes with `given`, which takes some seconds of that very lab before it is used.
 
-    python _measured.py serve | ping ADDRESS PORT | send ADDRESS PORT SECONDS     in a host
+    python _measured.py serve | ping ADDRESS PORT | send ADDRESS PORT OPENS CLOSES     in a host
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from _namespaces import DEVICE, LabError, entered, ip
 
 BLOCK = 1 << 16
 WARM_UP_SHARE = 0.4  # of the time of a measurement: slow start is not the line's rate
+START_S = 0.15  # until a client sends, for each that is started at once
+TIMES = struct.Struct("!dd")  # when a window opens and closes
 PINGS = 10
 ETHERNET_BYTES = 14  # that a bridge's device counts around an IP packet
 SECONDS = 1.5  # of a rate, where it only goes with another result
@@ -45,6 +47,28 @@ def traffic_of(host: Host) -> Traffic:
     return Traffic(received - around * received_packets, sent - around * sent_packets)
 
 
+class Window:
+    """When bytes count: from `opens` to `closes`, on the monotonic clock, which all hosts share.
+
+    The same for all connections that are measured together, and never from the arrival of a first
+    block on: one that stood still and then brings all at once would look endlessly fast."""
+
+    def __init__(self, opens: float, closes: float) -> None:
+        self.opens, self.closes, self.bytes = opens, closes, 0
+
+    def take(self, size: int, now: float) -> bool:
+        """False: it is over, and `size` bytes are not counted."""
+        if now > self.closes:
+            return False
+        if now >= self.opens:
+            self.bytes += size
+        return True
+
+    @property
+    def bits_per_s(self) -> float:
+        return 8 * self.bytes / (self.closes - self.opens)
+
+
 def serve() -> None:
     """The other end: echoes single bytes, swallows streams and says at what rate they came."""
     with socket.create_server(("0.0.0.0", 0), backlog=64) as listener:
@@ -62,17 +86,13 @@ def _answer(connection: socket.socket) -> None:
             while data := connection.recv(1):
                 connection.sendall(data)
             return
-        seconds = float(connection.recv(16).strip())
-        begun, counted, since = time.monotonic(), 0, 0.0
-        while data := connection.recv(BLOCK):
-            now = time.monotonic()
-            if now - begun > seconds * WARM_UP_SHARE:
-                since = since or now
-                counted += len(data)
-            if now - begun > seconds:
-                break
-        rate = 8 * counted / (time.monotonic() - since) if since else 0.0
-        connection.sendall(json.dumps(rate).encode())
+        times = connection.recv(TIMES.size, socket.MSG_WAITALL)
+        if len(times) < TIMES.size:
+            return
+        window = Window(*TIMES.unpack(times))
+        while (data := connection.recv(BLOCK)) and window.take(len(data), time.monotonic()):
+            pass
+        connection.sendall(json.dumps(window.bits_per_s).encode())
         # Closed with bytes unread it would reset the connection, and a lost answer would stay lost.
         with contextlib.suppress(ConnectionResetError):
             while connection.recv(BLOCK):
@@ -92,9 +112,9 @@ def ping(address: str, port: int) -> None:
     print(json.dumps(statistics.median(times)), flush=True)
 
 
-def send(address: str, port: int, seconds: float) -> None:
+def send(address: str, port: int, opens: float, closes: float) -> None:
     with socket.create_connection((address, port)) as connection:
-        connection.sendall(b"s" + f"{seconds:<16}".encode())
+        connection.sendall(b"s" + TIMES.pack(opens, closes))
         block = bytes(BLOCK)
         while not select.select([connection], [connection], [])[0]:
             connection.send(block, socket.MSG_DONTWAIT)
@@ -152,7 +172,9 @@ class Measured:
 
     def up_mbps(self, hosts: Sequence[Host], seconds: float) -> float:
         """Of all connections together, one from each of the hosts (which may be named twice)."""
-        return round(sum(self.ask(hosts, "send", str(seconds))) / 1e6, 2)
+        begins = time.monotonic() + START_S * len(hosts)
+        times = (begins + WARM_UP_SHARE * seconds, begins + seconds)
+        return round(sum(self.ask(hosts, "send", *map(str, times))) / 1e6, 2)
 
 
 def _failed(what: str, host: Host, errors: str) -> LabError:
@@ -200,4 +222,4 @@ if __name__ == "__main__":
     elif command == "ping":
         ping(rest[0], int(rest[1]))
     else:
-        send(rest[0], int(rest[1]), float(rest[2]))
+        send(rest[0], int(rest[1]), float(rest[2]), float(rest[3]))

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "wan"))  # scr
 
 import _lab
 from _lab import Host, Lab
-from _measured import Measured
+from _measured import Measured, Window
 from _namespaces import LabError
 
 
@@ -43,6 +43,17 @@ def test_a_server_that_does_not_start_is_one_line_and_ended() -> None:
     with pytest.raises(LabError, match=line):
         measured(lab)
     assert [each.returncode for each in lab.started] == [1]
+
+
+def test_a_rate_is_what_came_while_the_window_was_open() -> None:
+    steady, burst, late = (Window(10.0, 12.0) for _ in range(3))
+    assert all(steady.take(1000, 9.0 + 0.25 * n) for n in range(13))  # the last at 12.0
+    assert not steady.take(1000, 12.1)
+    assert steady.bits_per_s == 8 * 9 * 1000 / 2
+    assert burst.take(5000, 11.999), "all at once, after long silence: it is no line of 40 Mbit/s"
+    assert burst.bits_per_s == 8 * 5000 / 2
+    assert not late.take(5000, 12.5)
+    assert late.bits_per_s == 0
 
 
 def test_a_client_that_dies_is_no_figure() -> None:
