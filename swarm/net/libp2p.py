@@ -68,21 +68,19 @@ class Libp2pTransport:
         identity_path: str | os.PathLike[str] | None = None,
         listen: Sequence[str] = ("/ip4/127.0.0.1/tcp/0",),
         announce: Sequence[str] = (),
-        relays: Sequence[str] = (),
         startup_timeout_s: float = 60.0,
         dial_timeout_s: float = 10.0,
     ) -> Libp2pTransport:
         """Start listening.
 
         Without `identity_path` (see swarm.net.identity) the peer gets a new identity each time.
-        `listen=()` only dials. `relays` are circuit relays to be reachable through when behind NAT.
+        `listen=()` only dials.
         Raises ListenError (port taken, no such address) or ConfigError (bad address).
         """
         daemon = await P2PDaemon.start(
             identity_path=identity_path,
             listen=listen,
             announce=announce,
-            relays=relays,
             startup_timeout_s=startup_timeout_s,
         )
         try:
@@ -254,7 +252,7 @@ class Libp2pTransport:
             stream.abort()
 
     async def _refresh_addresses(self) -> None:
-        """Addresses change when NAT mappings or relays are found."""
+        """Addresses change when NAT mappings are found."""
         while True:
             await asyncio.sleep(_REFRESH_S)
             with contextlib.suppress(TransportError):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -49,8 +48,7 @@ def peer_of(incarnation: str) -> str:
 class Links:
     """Channels to other peers of the run.
 
-    `incarnation` names this life of this process; `hello` (plain values) goes with it to every
-    peer. `on_open(channel)` and `on_close(channel)` are called as channels come and go.
+    `incarnation` names this life of this process. `on_close(channel)` is called as channels go.
     """
 
     def __init__(
@@ -60,7 +58,6 @@ class Links:
         incarnation: str,
         methods: dict[str, Method],
         *,
-        hello: dict[str, Any] | None = None,
         on_close: Callable[[Channel], None] | None = None,
         heartbeat_s: float = HEARTBEAT_S,
         silence_s: float = SILENCE_S,
@@ -68,7 +65,7 @@ class Links:
     ) -> None:
         self.transport, self.run_id, self.incarnation = transport, run_id, incarnation
         self.methods = methods
-        self._hello = {**(hello or {}), "run": run_id, "incarnation": incarnation}
+        self._hello = {"run": run_id, "incarnation": incarnation}
         self._front = self
         self._lives = {incarnation: self}  # of the front; others look there
         self._on_close, self._allocate = on_close, allocate

@@ -70,14 +70,13 @@ class P2PDaemon:
         identity_path: str | os.PathLike[str] | None,
         listen: Sequence[str],
         announce: Sequence[str],
-        relays: Sequence[str],
         startup_timeout_s: float,
     ) -> P2PDaemon:
         """Start the daemon and wait until it listens. Raises ListenError, leaving nothing."""
         self = cls()
         try:
             async with asyncio.timeout(startup_timeout_s):
-                await self._start(identity_path, listen, announce, relays)
+                await self._start(identity_path, listen, announce)
         except TimeoutError:
             await self.close()
             raise ListenError(
@@ -94,7 +93,6 @@ class P2PDaemon:
         identity_path: str | os.PathLike[str] | None,
         listen: Sequence[str],
         announce: Sequence[str],
-        relays: Sequence[str],
     ) -> None:
         import_hivemind()
         import hivemind.hivemind_cli
@@ -125,8 +123,6 @@ class P2PDaemon:
             arguments += ["-autonat=1", "-natPortMap=1"]
         if announce:
             arguments.append("-announceAddrs=" + ",".join(announce))
-        if relays:
-            arguments += ["-autoRelay=1", "-trustedRelays=" + ",".join(relays)]
         if identity_path is not None:
             arguments.append(f"-id={os.fspath(identity_path)}")
         environment = dict(
