@@ -15,6 +15,7 @@ from peer.launch import Node, be_exact, best_first, choose_device, keep_freed_me
 from peer.measure import device_memory, device_speed
 from peer.member import Member
 from peer.observe import Activity, PeerObservations, version
+from peer.status import ANSWER_S
 from swarm.averaging import GroupAllReduce
 from swarm.averaging.policy import POLICIES
 from swarm.compute import Compute, ThreadCompute, WatchedCompute
@@ -179,8 +180,9 @@ class PeerProcess:
         while True:
             for number, (peer, addresses) in enumerate(self.link.by_peer.items()):
                 try:
-                    channel = await links.channel(peer, addresses)
-                    data = (await channel.call("config", {})).body.get("config")
+                    async with asyncio.timeout(ANSWER_S):
+                        channel = await links.channel(peer, addresses)
+                        data = (await channel.call("config", {})).body.get("config")
                     if isinstance(data, bytes) and len(data) <= MAX_CONFIG_BYTES:
                         config = from_canonical(data, self.link.run_id)
                         self._config = data
@@ -190,6 +192,9 @@ class PeerProcess:
                     if isinstance(error, JoinError) and number == 0:
                         raise
                     self.say.trouble(f"the swarm does not answer, trying again ({error})")
+                except TimeoutError:
+                    why = f"no answer within {ANSWER_S:.0f} s"
+                    self.say.trouble(f"the swarm does not answer, trying again ({why})")
             await asyncio.sleep(pause * random.uniform(0.8, 1.2))
             pause = min(pause * 2, LONGEST_PAUSE_S)
 

@@ -13,6 +13,7 @@ import torch
 from peer.run_peer import PeerOptions, PeerProcess, Speaker
 from swarm.config import RunConfig, canonical_bytes, parse_config, with_pretrained_hash
 from swarm.errors import ConfigError, DataError, JoinError, UnreachableError
+from swarm.sim.virtual_time import run
 
 JOIN: Any = SimpleNamespace(run_id="0" * 32, addresses=(), by_peer={})
 
@@ -63,7 +64,7 @@ def test_pretrained_weights_are_this_machines_own_copy_with_the_runs_bytes(tmp_p
 
 
 class Answers:
-    """Links to peers that answer as they are told."""
+    """Links to peers that answer as they are told, None not at all."""
 
     def __init__(self, answers: dict[str, list[Any]]) -> None:
         self.answers = answers
@@ -74,6 +75,8 @@ class Answers:
             raise answer
 
         async def call(method: str, body: object) -> Any:
+            if answer is None:
+                await asyncio.Event().wait()
             return SimpleNamespace(body={"config": answer})
 
         return SimpleNamespace(call=call)
@@ -85,19 +88,27 @@ def fetch(config: RunConfig, answers: dict[str, list[Any]]) -> RunConfig:
     process = PeerProcess(link, link, PeerOptions())
     process.say = Speaker(lambda line: None)
     links: Any = Answers(answers)
-    return asyncio.run(process._fetch_config(links))
+    return run(process._fetch_config(links), limit_s=100)
 
 
-def test_who_was_met_long_ago_and_is_of_another_run_now_ends_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("peer.run_peer.FIRST_PAUSE_S", 0.001)
-    config = parse_config(
+@pytest.fixture
+def config() -> RunConfig:
+    return parse_config(
         {
             "model": {"config": {"model_type": "llama"}, "stages": 1},
             "schedule": {"steps": 2},
         }
     )
+
+
+def test_who_answers_pings_and_says_no_config_keeps_nobody_from_the_next(config: RunConfig) -> None:
+    """The last one is tried again too."""
+    data = canonical_bytes(config)
+    assert fetch(config, {"leader": [None], "met": [data]}) == config
+    assert fetch(config, {"leader": [None, data]}) == config
+
+
+def test_who_was_met_long_ago_and_is_of_another_run_now_ends_nothing(config: RunConfig) -> None:
     away, data = UnreachableError("no answer"), canonical_bytes(config)
     other = JoinError("it serves run X")
     later = {"leader": [away, data], "met": [other]}
