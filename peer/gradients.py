@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarm.errors import RefusedError
+from swarm.errors import DeviceError, RefusedError
 from swarm.net.channel import Channel
 from swarm.spec import TensorSpec
 from swarm.wire.codecs import TensorMeta, decode
@@ -31,7 +31,12 @@ async def fetch_gradient(
     `asked` is what the `gradient` call says besides `start` (docs/protocol.md); the record is that
     of a hostile peer, and empty where the step is not committed. Raises SwarmError.
     """
-    gradient, record = torch.empty(total, dtype=torch.float32), b""
+    record: object = b""
+    try:
+        gradient = torch.empty(total, dtype=torch.float32)
+    except (MemoryError, RuntimeError) as error:  # torch's want of memory is one
+        what = f"no memory for a gradient of {4 * total} bytes"
+        raise DeviceError(what, "free some on this machine") from error
     for start in range(0, total, GRADIENT_CHUNK):
         length = min(GRADIENT_CHUNK, total - start)
 

@@ -145,7 +145,8 @@ class StageServer:
         except StageFailedError as error:
             raise self._failure(error, call) from error
         except Exception as error:
-            log.exception("microbatch %d of step %d", call.index, call.step)
+            log.error("microbatch %d of step %d: %r", call.index, call.step, error)
+            log.debug("traceback", exc_info=True)
             what = f"{type(error).__name__}: {error}"
             raise CallFailedError("failed", what, hop=call.hop) from error
 

@@ -9,7 +9,7 @@ SwarmError
 ├── DataError            data is missing, unreadable or not the bytes the run names
 ├── JoinError            no swarm at that address, another run, a stage too large for this peer
 │   └── VersionError     the other side speaks another protocol version
-├── DeviceError          no such device
+├── DeviceError          no such device, or no memory left on this one
 ├── StorageError         a file cannot be written: disk full, no permission, locked
 ├── ListenError          a port cannot be opened
 ├── WireError            bytes from a peer break the protocol (never fatal to a process)

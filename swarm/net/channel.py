@@ -23,7 +23,14 @@ from typing import Any
 
 import torch
 
-from swarm.errors import RefusedError, StageFailedError, StreamClosedError, SwarmError, WireError
+from swarm.errors import (
+    DeviceError,
+    RefusedError,
+    StageFailedError,
+    StreamClosedError,
+    SwarmError,
+    WireError,
+)
 from swarm.net.transport import Buffer, Stream
 from swarm.tasks import TaskSet
 from swarm.wire.codecs import TensorMeta, WireTensor, allocate_bytes
@@ -181,9 +188,13 @@ class Channel:
             await self._receive_loop()
         except (StreamClosedError, WireError) as error:
             self.end(str(error))
+        except DeviceError as error:  # no memory for what came in
+            log.error("channel to %s: %s", self.peer, error)
+            self.end(str(error))
         except Exception as error:
             # A defect here, brought out by what came in: no call may wait for ever because of it.
-            log.exception("channel to %s", self.peer)
+            log.error("channel to %s: %r", self.peer, error)
+            log.debug("traceback", exc_info=True)
             self.end(f"{type(error).__name__}: {error}")
         finally:
             self.end("closed")
@@ -392,7 +403,8 @@ class Channel:
             reply = self._error(header["id"], "refused", "given up here", {})
         except Exception as error:
             # A defect here must not leave the caller waiting for ever.
-            log.exception("%s of %s", header["method"], self.peer)
+            log.error("%s of %s: %r", header["method"], self.peer, error)
+            log.debug("traceback", exc_info=True)
             reply = self._error(header["id"], "failed", f"{type(error).__name__}: {error}", {})
         with contextlib.suppress(StreamClosedError):  # nobody is left to answer
             try:

@@ -29,7 +29,7 @@ import msgpack
 import numpy as np
 import torch
 
-from swarm.errors import WireError
+from swarm.errors import DeviceError, WireError
 from swarm.net.transport import Stream
 from swarm.spec import TensorSpec
 from swarm.wire.codecs import (
@@ -102,9 +102,9 @@ async def read_frame(
     the frame by raising (WireError, RefusedError, …: passed on as it is). `allocate` gives uint8
     CPU memory, for example pinned.
 
-    Raises WireError when the bytes are no valid frame and StreamClosedError when the stream ends,
-    be it before the first byte. After an error or a cancellation the position in the stream is
-    undefined: abort the stream.
+    Raises WireError when the bytes are no valid frame, StreamClosedError when the stream ends, be
+    it before the first byte, and DeviceError when there is no memory for a tensor. After an error
+    or a cancellation the position in the stream is undefined: abort the stream.
     """
     magic, version, num_header_bytes, num_payload_bytes = _PREFIX.unpack(
         await stream.receive_exactly(_PREFIX.size)
@@ -123,7 +123,11 @@ async def read_frame(
     check(header, metas)
     tensors = []
     for meta in metas:
-        memory = allocate(meta.nbytes)
+        try:
+            memory = allocate(meta.nbytes)
+        except (MemoryError, RuntimeError) as error:  # torch's want of memory is one
+            what = f"no memory for {meta.nbytes} bytes that came in"
+            raise DeviceError(what, "free some on this machine") from error
         data = bytes_view(memory)
         if meta.nbytes:
             await stream.receive_into(data)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -153,6 +154,52 @@ def test_errors_come_back_and_the_channel_lives(how: str, kind: str, text: str) 
         assert (await channel.call("echo", {})).body["from"] == "a"
 
     with_pair(check)
+
+
+def errors(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What is logged for people who did not ask for it; none of it is a traceback."""
+    records = [each for each in caplog.records if each.levelno > logging.DEBUG]
+    assert not any(each.exc_info for each in records)
+    return [each.getMessage() for each in records]
+
+
+def test_a_defect_is_one_line_and_its_traceback_for_debugging(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def check(pair: Pair, channel: Channel) -> None:
+        with pytest.raises(CallFailedError):
+            await channel.call("fail", {"how": "defect"})
+        pair.b.methods["fail"] = Method(fail, lambda *_: {}["a\nkey"])
+        with pytest.raises(StreamClosedError):
+            await channel.call("fail", {})
+
+    with caplog.at_level(logging.DEBUG):
+        with_pair(check)
+    assert errors(caplog) == [
+        "fail of a: KeyError('a defect')",
+        "channel to a: KeyError('a\\nkey')",
+    ]
+    assert sum(each.exc_info is not None for each in caplog.records) == 2
+
+
+def test_no_memory_for_what_comes_in_ends_the_channel_in_one_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def allocate(num_bytes: int) -> torch.Tensor:
+        raise RuntimeError("can't allocate memory\nException raised from")
+
+    async def check(pair: Pair, channel: Channel) -> None:
+        await channel.call("echo", {})
+        back = pair.b.open_channel("a#1")
+        assert back is not None
+        back._allocate = allocate
+        await channel.call("echo", {})  # for the frame that it waits for, it has the old one
+        with pytest.raises(StreamClosedError):
+            await channel.call("echo", {}, [encode(torch.zeros(3), "float32")])
+
+    with_pair(check)
+    (line,) = errors(caplog)
+    assert line == "channel to a: no memory for 12 bytes that came in - free some on this machine"
 
 
 def test_silence_ends_the_channel_within_seconds_and_work_does_not() -> None:

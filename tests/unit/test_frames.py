@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from swarm.errors import StreamClosedError, WireError
+from swarm.errors import DeviceError, StreamClosedError, WireError
 from swarm.net.transport import Buffer
 from swarm.spec import TensorSpec
 from swarm.wire import frames
@@ -172,6 +172,16 @@ def test_nothing_is_allocated_when_check_refuses() -> None:
     assert not allocated
     read(data, allocate=allocate)
     assert allocated == [24]
+
+
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("can't allocate memory")])
+def test_no_memory_is_an_error_of_ours(error: Exception) -> None:
+    def allocate(num_bytes: int) -> torch.Tensor:
+        raise error
+
+    data = b"".join(encode_frame(HEADER, [encode(TENSOR, "float32")]))
+    with pytest.raises(DeviceError, match="no memory for 24 bytes"):
+        read(data, allocate=allocate)
 
 
 def test_check_tensors_says_what_differs() -> None:
