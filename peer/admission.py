@@ -12,15 +12,17 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from peer.calls import count, names
 from peer.measure import StageFacts
-from peer.members import Member, Offer, Standing, Traffic
+from peer.members import MAX_MEMBERS, Member, Offer, Standing, Traffic
 from peer.slots import read_slots
 from swarm.agreement import agree, decided
 from swarm.errors import RefusedError, SwarmError, WireError
 from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
+from swarm.net.link import addresses_of
 from swarm.step import Step
 from swarm.terms import Record
 
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from peer.leader import Leader
 
 log = logging.getLogger(__name__)
-MAX_ADDRESSES, MAX_ADDRESS = 16, 200  # of a member; characters
+MAX_ADDRESS, MAX_ADDRESSES = 200, 1300  # characters of a member's address, and of all it has
 MAX_TAKES = 3  # of the same member within one wait
 HOLD_EVERY = 10  # steps; one of so many may wait for a joiner
 
@@ -79,11 +81,14 @@ class Admission:
         slots = read_slots(body.get("slots", 1))
         member, why = leader.members.get(channel.incarnation), ""
         if member is None:
+            if len(leader.members.by_name) >= MAX_MEMBERS:
+                full = f"the run has {MAX_MEMBERS} replicas, which is all it can take"
+                raise CallFailedError("refused", full, fatal=False)
             offer = Offer.read(body, channel.peer)
             if stage is None:
                 stage, why = self._place(channel.incarnation, offer)
             self._numerics = self._numerics or numerics  # of the first that was taken
-            member = Member(channel.incarnation, stage, _usable(addresses))
+            member = Member(channel.incarnation, stage, _usable(channel.peer, addresses))
             member.offer, member.joined_at = offer, asyncio.get_running_loop().time()
             if not leader.members.by_name:
                 leader.first_comes()
@@ -408,7 +413,10 @@ class Admission:
             del self._resetting[place]
 
 
-def _usable(addresses: Sequence[object]) -> tuple[str, ...]:
-    """Of a peer's own: they go to all others, in one header with those of everybody else."""
-    texts = (each for each in addresses if isinstance(each, str) and each.isascii())
-    return tuple(each for each in texts if len(each) <= MAX_ADDRESS)[:MAX_ADDRESSES]
+def _usable(peer: str, addresses: Sequence[object]) -> tuple[str, ...]:
+    """Of a peer's own: they go to all others, who dial them, in one header with those of
+    everybody else."""
+    texts = [each for each in addresses if isinstance(each, str) and len(each) <= MAX_ADDRESS]
+    own = list(dict.fromkeys(addresses_of(peer, texts)))
+    ends = accumulate(map(len, own))
+    return tuple(each for each, end in zip(own, ends, strict=True) if end <= MAX_ADDRESSES)

@@ -17,7 +17,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from swarm.net.link import group_by_peer, wrong_with_address
+from swarm.net.link import addresses_of, group_by_peer, wrong_with_address
 from swarm.net.links import peer_of
 
 log = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ class KnownPeers:
         found = {
             peer_of(name): mine[:MAX_ADDRESSES]
             for name, addresses in present.items()
-            if (mine := _of_peer(peer_of(name), addresses))
+            if (mine := addresses_of(peer_of(name), addresses))
         }
         before = dict(self._by_peer)
         self._by_peer = {**found, **{k: v for k, v in before.items() if k not in found}}
@@ -71,12 +71,6 @@ class KnownPeers:
             log.debug("cannot write %s: %s", self._path, error)
             with contextlib.suppress(OSError):
                 temporary.unlink()
-
-
-def _of_peer(peer: str, addresses: Sequence[str]) -> list[str]:
-    return [
-        each for each in addresses if not wrong_with_address(each) and each.endswith(f"/p2p/{peer}")
-    ]
 
 
 def _read(path: Path) -> list[str]:

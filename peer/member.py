@@ -202,6 +202,8 @@ class Member:
         except CallFailedError as error:
             if error.detail.get("fatal") is True:
                 raise JoinError(error.message, "this peer cannot serve this run as it is") from None
+            if "fatal" in error.detail:  # by the leader, who may take it another time
+                self.say(f"cannot serve yet: {error.message}")
             raise
         self._note_roster(body.get("roster"))
         if self.server is None:

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 from peer.calls import count
 from peer.measure import StageFacts
+from swarm.net.links import MAX_STREAMS
 
 MIN_SPEED, MAX_SPEED = 1e-6, 1e12
 MAX_STAGES = 1 << 16
+MAX_MEMBERS = MAX_STREAMS  # what goes to all of them tells of all of them, in one header
 
 
 class Standing(Enum):

@@ -174,6 +174,7 @@ class Channel:
         if (
             not isinstance(incarnation, str)
             or len(incarnation) > MAX_INCARNATION_CHARS
+            or not incarnation.isascii()  # one character is one byte where names are added up
             or incarnation.split("#")[0] != self.peer
         ):
             raise WireError(f"{self.peer} calls itself {str(incarnation)[:80]!r}")

@@ -79,6 +79,12 @@ def group_by_peer(addresses: Iterable[str]) -> dict[str, list[str]]:
     return groups
 
 
+def addresses_of(peer: str, addresses: Iterable[str]) -> list[str]:
+    """Of what a peer says about itself: where it, and nobody else, can be dialled."""
+    end = f"/p2p/{peer}"
+    return [each for each in addresses if each.endswith(end) and not wrong_with_address(each)]
+
+
 def wrong_with_address(address: str) -> str:
     """Why this is not a dialable multiaddress that ends in `/p2p/PEER_ID`; empty if it is one."""
     parts = address.split("/")
@@ -110,7 +116,12 @@ def _wrong_with_value(name: str, value: str) -> str:
     if name in ("ip4", "ip6"):
         try:
             (ipaddress.IPv4Address if name == "ip4" else ipaddress.IPv6Address)(value)
+            valid = (
+                "%" not in value
+            )  # a zone, which is any text, and has no place in a multiaddress
         except ValueError:
+            valid = False
+        if not valid:
             return f"{_shown(value)} is not an {name[:2].upper()}v{name[2]} address"
     elif name in ("dns", "dns4", "dns6", "dnsaddr"):
         if not _DNS_NAME.fullmatch(value):

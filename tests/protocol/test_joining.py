@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from peer import gradients, joining, snapshots
+from peer import admission, gradients, joining, snapshots
 from peer.disk import MemoryDisk
 from peer.downloads import WINDOW
 from peer.following import FOLLOW_WINDOW
@@ -344,6 +344,14 @@ def test_a_joiner_dies_and_comes_back_empty() -> None:
     swarm.finish()
     assert swarm.struck
     assert swarm.lives[JOINER] == 2
+
+
+def test_who_comes_to_a_full_run_is_told_so_and_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "MAX_MEMBERS", 6)
+    swarm = Joining(60, rate_bps=1e6)
+    swarm.once("cannot serve yet: the run has 6 replicas", lambda: swarm.kill("r1.1"))
+    swarm.finish()
+    assert swarm.struck
 
 
 def lie(swarm: Joining, liar: str, monkeypatch: pytest.MonkeyPatch) -> None:

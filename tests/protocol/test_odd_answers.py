@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from peer import inquiries
-from peer.admission import _usable
 from peer.averaging import Prepared
 from peer.disk import MemoryDisk
 from peer.leader import Leader
@@ -275,13 +274,6 @@ def test_a_replica_that_has_counted_nothing_is_not_adopted() -> None:
 
     assert run(adopted([1]), limit_s=100)
     assert not run(adopted([]), limit_s=100)
-
-
-def test_addresses_of_a_member_leave_room_for_those_of_others() -> None:
-    """All go into one header, of 1 MiB, to everybody."""
-    assert _usable(["/ip4/1.2.3.4/tcp/1"]) == ("/ip4/1.2.3.4/tcp/1",)
-    assert _usable(["\u20ac" * 9, "x" * 201, 7, None]) == ()
-    assert len(_usable(["x" * 200] * 32)) == 16
 
 
 class Lying(Odd):

@@ -76,6 +76,7 @@ def test_address_checker_never_fails(parts: list[str]) -> None:
         (f"swarm://{RUN}@/ip4/1.2.3.4/tcp/1", "must end in /p2p/PEER_ID"),
         (f"swarm://{RUN}@/ip4/1.2.3.400/tcp/1/p2p/{PEER}", "IPv4"),
         (f"swarm://{RUN}@/ip6/::g/tcp/1/p2p/{PEER}", "IPv6"),
+        (f"swarm://{RUN}@/ip6/fe80::1%a..b/tcp/1/p2p/{PEER}", "IPv6"),
         (f"swarm://{RUN}@/ip4/1.2.3.4/tcp/70000/p2p/{PEER}", "port"),
         (f"swarm://{RUN}@/ip4/1.2.3.4/tcp/0/p2p/{PEER}", "port"),
         (f"swarm://{RUN}@/ip4/1.2.3.4/tcp/1/p2p/{PEER}x", "peer id"),

@@ -1,0 +1,99 @@
+"""What a leader takes from a joiner to tell everybody: addresses that harm nobody, few enough."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from peer.admission import MAX_ADDRESS, MAX_ADDRESSES, _usable
+from peer.disk import MemoryDisk
+from peer.leader import Leader
+from peer.members import MAX_MEMBERS, Standing
+from peer.quorum import Quorum
+from swarm.net.channel import MAX_INCARNATION_CHARS, CallFailedError, Message
+from swarm.net.identity import peer_id_of
+from swarm.sim.virtual_time import run
+from swarm.terms import Ballot, Record, Term
+from swarm.wire.frames import MAX_HEADER_BYTES, encode_frame
+from tests.protocol.tiny import TinyBatches, plan, shared_pipeline
+
+LEADER = "leader"
+
+
+def peer_id(number: int) -> str:
+    return peer_id_of(bytes([8, 1, 18, 32]) + number.to_bytes(32, "big"))
+
+
+PEER, OTHER = peer_id(1), peer_id(2)
+
+
+def of_length(num_chars: int, number: int, peer: str = PEER) -> str:
+    """A valid address of so many characters."""
+    tail = f"/tcp/{10_000 + number}/p2p/{peer}"
+    labels = "a." * num_chars
+    return "/dns4/" + labels[: num_chars - len(tail) - 7] + "a" + tail
+
+
+def test_only_addresses_of_the_joiner_itself_go_to_the_others() -> None:
+    good = [f"/ip4/1.2.3.4/tcp/1/p2p/{PEER}", f"/dns4/example.org/tcp/4001/p2p/{PEER}"]
+    bad = [
+        f"/ip4/a..b/tcp/1/p2p/{PEER}",  # who dials it looks up a name that is none
+        f"/ip4/example.org/tcp/1/p2p/{PEER}",
+        f"/ip6/fe80::1%a..b/tcp/1/p2p/{PEER}",
+        "/ip4/1.2.3.4/tcp/1",
+        f"/ip4/1.2.3.4/tcp/1/p2p/{OTHER}",
+        f"/memory/{PEER}/p2p/{PEER}",
+        "\u20ac" * 9,
+        of_length(MAX_ADDRESS + 1, 0),
+        7,
+        None,
+    ]
+    assert _usable(PEER, [*bad[:5], *good, *bad[5:], *good]) == tuple(good)
+
+
+@pytest.mark.parametrize("num_chars", [80, MAX_ADDRESS])
+def test_the_largest_roster_fits_into_a_header(num_chars: int) -> None:
+    """It is in every answer to `join` and `ready`, with the newest record and the donors."""
+
+    async def main() -> None:
+        quorum = Quorum([LEADER], LEADER, MemoryDisk())
+        leader = Leader(plan(2, 2), shared_pipeline(2), TinyBatches(), quorum)
+        leader.term = quorum.term = Term(0, 1, f"{LEADER}#1")
+        leader.links = SimpleNamespace(incarnation=f"{LEADER}#1")  # type: ignore[assignment]
+        leader.tell = lambda *_: None  # type: ignore[method-assign]
+        join = leader.admission.methods()["join"].handle
+
+        async def comes(number: int) -> Message:
+            peer = peer_id(number)
+            name = f"{peer}#".ljust(MAX_INCARNATION_CHARS, "f")
+            addresses = [of_length(num_chars, each, peer) for each in range(32)]
+            channel: Any = SimpleNamespace(peer=peer, incarnation=name)
+            return await join(channel, Message({"stage": 0, "addresses": addresses}))
+
+        for number in range(MAX_MEMBERS):
+            answer = await comes(number)
+        member = next(iter(leader.members))
+        own = sum(map(len, member.addresses))
+        assert MAX_ADDRESSES - num_chars < own <= MAX_ADDRESSES
+        for each in leader.members:
+            each.standing = Standing.READY
+        # As many stages as replicas: there is more to say of each in a record.
+        stages = {stage: (name,) for stage, name in enumerate(leader.members.by_name)}
+        digests = dict.fromkeys(stages, "f" * 64)
+        ballot = Ballot(Term(2**39, 2**39, member.incarnation), 2**39, 2**39)
+        leader.record = Record(
+            *(ballot, "f" * 64, stages, digests, 1.0, 1.0, 1.0, "applied", 1.0, 2**39, digests),
+            voters={member.incarnation + str(each): "f" * 64 for each in range(5)},
+        )
+        body = {**answer.body, **leader.admission._position(member)}
+        assert len(body["roster"]) == len(body["donors"]) + 1 == MAX_MEMBERS
+        packed = encode_frame({"kind": "reply", "id": 2**63, "body": body})[0]
+        assert 0.8 * MAX_HEADER_BYTES < len(packed) <= MAX_HEADER_BYTES
+        with pytest.raises(CallFailedError, match="all it can take") as refused:
+            await comes(MAX_MEMBERS)
+        assert refused.value.detail == {"fatal": False}
+        await leader.aclose()
+
+    run(main(), limit_s=100)
