@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 MAX_ADDRESS, MAX_ADDRESSES = 200, 1300  # characters of a member's address, and of all it has
 MAX_TAKES = 3  # of the same member within one wait
 HOLD_EVERY = 10  # steps; one of so many may wait for a joiner
+ODD = "this machine's optimizer steps round differently from the run's others"
 
 
 class Admission:
@@ -41,7 +42,6 @@ class Admission:
     def __init__(self, leader: Leader) -> None:
         self.leader = leader
         self.finished = False
-        self._numerics = ""
         # Replicas this term has asked what they had counted in a step before it.
         self._met: set[tuple[str, int]] = set()
         self._resetting: dict[tuple[str, int], Member] = {}  # by name, and which step (`_place_of`)
@@ -68,36 +68,55 @@ class Admission:
                 f"the run's stages are 0 to {leader.pipeline.num_stages - 1}, not {stage}",
                 fatal=True,
             )
-        numerics = str(body.get("numerics", ""))[:64]
-        if leader.same_numerics and numerics != (self._numerics or numerics):
-            raise CallFailedError(
-                "refused",
-                "this machine's optimizer steps round differently from the run's others",
-                fatal=True,
-            )
         addresses = body.get("addresses")
         if not isinstance(addresses, list) or len(addresses) > 32:
             raise WireError("a join without addresses")
         slots = read_slots(body.get("slots", 1))
         member, why = leader.members.get(channel.incarnation), ""
         if member is None:
+            numerics = str(body.get("numerics", ""))[:64]
+            self._check_numerics(channel.incarnation, numerics)
             if len(leader.members.by_name) >= MAX_MEMBERS:
                 full = f"the run has {MAX_MEMBERS} replicas, which is all it can take"
                 raise CallFailedError("refused", full, fatal=False)
             offer = Offer.read(body, channel.peer)
             if stage is None:
                 stage, why = self._place(channel.incarnation, offer)
-            self._numerics = self._numerics or numerics  # of the first that was taken
             member = Member(channel.incarnation, stage, _usable(channel.peer, addresses))
+            member.numerics = numerics
             member.offer, member.joined_at = offer, asyncio.get_running_loop().time()
             if not leader.members.by_name:
                 leader.first_comes()
             leader.members.by_name[channel.incarnation] = member
             leader.probe("joined", replica=member.incarnation, stage=member.stage)
+            self._send_odd_away()
         member.slots = slots
         member.device = str(body.get("device", ""))[:40]
         self._send_roster()
         return Message({"stage": member.stage, "why": why, **self._position(member)})
+
+    @property
+    def _named(self) -> set[str]:
+        """Who took part in the newest commit."""
+        record = self.leader.record
+        return {name for names in record.members.values() for name in names} if record else set()
+
+    def _check_numerics(self, incarnation: str, numerics: str) -> None:
+        """Whoever holds the run's state comes back in any case: it was taken in before. A newcomer
+        whose optimizer rounds differently is refused, for good once that is certain."""
+        named = self._named
+        wanted, certain = self.leader.members.numerics(named)
+        if not self.leader.same_numerics or incarnation in named or wanted in (None, numerics):
+            return
+        raise CallFailedError("refused", ODD, fatal=certain)
+
+    def _send_odd_away(self) -> None:
+        """Newcomers that were here before those who hold the state, and round differently."""
+        named = self._named
+        wanted, _ = self.leader.members.numerics(named)
+        for each in self.leader.members if self.leader.same_numerics else ():
+            if each.incarnation not in named and each.numerics != wanted:
+                self.leader.links.end_channels(each.incarnation, ODD)
 
     def _place(self, incarnation: str, offer: Offer) -> tuple[int, str]:
         placement = self.leader.rebalancing.place(incarnation, offer)

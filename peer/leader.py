@@ -57,8 +57,8 @@ class Leader:
 
     `links` must be set before `run`; `methods` of `admission` are what replicas may call here.
     `slots` bounds the microbatches in flight per replica of a stage (None: as many as it needs),
-    `moves` says what a move must bring. With `same_numerics` all replicas must have the optimizer
-    fingerprint of the first (DESIGN, I5).
+    `moves` says what a move must bring. With `same_numerics` all replicas must have one optimizer
+    fingerprint (`Members.numerics`).
     """
 
     links: Links

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple
@@ -88,6 +89,7 @@ class Member:
     confirmed: int = 0  # the newest of which it has said so itself
     slots: int = 1
     device: str = ""
+    numerics: str = ""  # fingerprint of its optimizer's steps; empty where they are portable
     counted: int = 0  # microbatches of committed steps
     traffic: Traffic = field(default_factory=Traffic)
     leaving: bool = False  # it wants to go
@@ -151,6 +153,21 @@ class Members:
             return True  # it has none to give
         others = self.of_stage(member.stage, Standing.SERVING)
         return any(each is not member and not each.released for each in others)
+
+    def numerics(self, named: Collection[str]) -> tuple[str | None, bool]:
+        """The fingerprint that the optimizer of a newcomer must have (I5), and whether that is
+        certain; None: any will do.
+
+        `named` took part in the newest commit: they hold the run's state, and were taken in with
+        the run's fingerprint. What most of those present say holds, certainly once more than half
+        of all have said so, for any one may say another thing now. Before one of them has come,
+        who came first sets it.
+        """
+        holders = Counter(each.numerics for each in self if each.incarnation in named)
+        if not holders:
+            return next((each.numerics for each in self), None), False
+        ((most, votes),) = holders.most_common(1)
+        return most, 2 * votes > len(named)
 
     def roster(self) -> dict[str, list[str]]:
         """Addresses by incarnation, for replicas to dial each other."""

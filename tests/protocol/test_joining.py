@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ from peer.quorum import Quorum
 from peer.snapshots import Donor, Snapshot
 from swarm.net.channel import CallFailedError, Channel, Message
 from swarm.sim.virtual_time import run
-from swarm.terms import Term
+from swarm.terms import Ballot, Record, Term
 from swarm.wire.codecs import decode, encode
 from tests.protocol.simulated import (
     LEADER,
@@ -500,37 +500,100 @@ def test_a_joiner_that_falls_off_says_that_it_begins_anew(monkeypatch: pytest.Mo
     assert len(told) == 1, swarm.said
 
 
-class Applicant:
-    """A channel of a peer, as far as `join` looks."""
+class Applicants:
+    """A leader of a run whose replicas must have one fingerprint, and who asks it to take them."""
 
-    def __init__(self, peer: str) -> None:
-        self.peer, self.incarnation = peer, f"{peer}#1"
+    def __init__(self, *named: str) -> None:
+        """`named` took part in the newest commit; nobody: there is none."""
+        quorum = Quorum([LEADER], LEADER, MemoryDisk())
+        pipeline, batches = shared_pipeline(2), TinyBatches()
+        self.leader = Leader(plan(2, 2), pipeline, batches, quorum, same_numerics=True)
+        self.leader.term = quorum.term = Term(0, 1, f"{LEADER}#1")
+        self.leader.links = SimpleNamespace(  # type: ignore[assignment]
+            open_channel=lambda name: None, end_channels=self.end_channels
+        )
+        self.sent_away: list[str] = []
+        if named:
+            self.commits(*named)
+
+    def commits(self, *names: str) -> None:
+        members = {stage: tuple(f"{name}#1" for name in names[stage::2]) for stage in (0, 1)}
+        ballot = Ballot(self.leader.term, self.leader.next_step, 1)
+        self.leader.record = Record(ballot, "", members, {}, 1.0, 1.0, 0.1, "applied", 1.0, 1)
+
+    def end_channels(self, name: str, why: str) -> None:
+        self.sent_away.append(name)
+        channel: Any = SimpleNamespace(incarnation=name, ended=why)
+        self.leader.on_channel_closed(channel)
+
+    async def join(self, peer: str, numerics: str, **facts: Any) -> str:
+        """Why it was refused, or nothing."""
+        channel: Any = SimpleNamespace(peer=peer, incarnation=f"{peer}#1")
+        body = {"stage": 1, "addresses": [], "numerics": numerics, **facts}
+        try:
+            await self.leader.admission.methods()["join"].handle(channel, Message(body))
+        except CallFailedError as error:
+            return f"{error.message}, for ever: {error.detail['fatal']}"
+        return ""
+
+    def play(self, story: Callable[[Applicants], Coroutine[Any, Any, None]]) -> None:
+        async def main() -> None:
+            await story(self)
+            await self.leader.aclose()
+
+        run(main(), limit_s=100)
+
+
+ODD = "this machine's optimizer steps round differently from the run's others, for ever: {}"
+NOW, FOR_EVER = ODD.format(False), ODD.format(True)
 
 
 def test_replicas_whose_optimizer_rounds_differently_are_refused() -> None:
-    """As the first that was taken; one that was refused itself has no say."""
+    """As the first that was taken; one that was refused itself has no say. For good after a
+    commit: until then the first may be the odd one."""
 
-    async def main() -> None:
-        quorum = Quorum([LEADER], LEADER, MemoryDisk())
-        pipeline, batches = shared_pipeline(2), TinyBatches()
-        leader = Leader(plan(2, 2), pipeline, batches, quorum, same_numerics=True)
-        leader.term = quorum.term = Term(0, 1, f"{LEADER}#1")
-        leader.links = SimpleNamespace(open_channel=lambda name: None)  # type: ignore[assignment]
-        join = leader.admission.methods()["join"].handle
+    async def story(asked: Applicants) -> None:
+        assert "no stage fits" in await asked.join("small", "odd", stage=None, memory_bytes=1)
+        assert not await asked.join("first", "usual")
+        assert await asked.join("later", "odd") == NOW
+        assert not await asked.join("twin", "usual")
+        assert sorted(asked.leader.members.by_name) == ["first#1", "twin#1"]
+        asked.commits("first", "twin")
+        assert await asked.join("later", "odd") == FOR_EVER
+        assert not asked.sent_away
 
-        async def refused(peer: str, **facts: Any) -> str:
-            channel: Any = Applicant(peer)
-            try:
-                await join(channel, Message({"stage": None, "addresses": [], **facts}))
-            except CallFailedError as error:
-                return error.message if error.detail == {"fatal": True} else "not for ever"
-            return ""
+    Applicants().play(story)
 
-        assert "no stage fits" in await refused("small", numerics="odd", memory_bytes=1)
-        assert not await refused("first", numerics="usual")
-        assert "round differently" in await refused("later", numerics="odd", stage=1)
-        assert not await refused("twin", numerics="usual", stage=1)
-        assert sorted(leader.members.by_name) == ["first#1", "twin#1"]
-        await leader.aclose()
 
-    run(main(), limit_s=100)
+def test_an_odd_joiner_that_comes_to_a_new_leader_first_ends_nobody() -> None:
+    """Those who hold the state are taken in, and it goes."""
+
+    async def story(asked: Applicants) -> None:
+        assert not await asked.join("liar", "odd")
+        assert not asked.sent_away
+        assert await asked.join("new", "usual") == NOW
+        assert not await asked.join("a", "usual")
+        assert asked.sent_away == ["liar#1"]
+        assert not await asked.join("new", "usual")
+        assert await asked.join("liar", "odd") == NOW
+        assert not await asked.join("b", "usual")
+        assert await asked.join("liar", "odd") == FOR_EVER
+        assert sorted(asked.leader.members.by_name) == ["a#1", "b#1", "new#1"]
+
+    Applicants("a", "b", "c").play(story)
+
+
+def test_one_that_holds_the_state_and_lies_now_ends_nobody() -> None:
+    """Most of those who hold it say how the run's optimizer rounds."""
+
+    async def story(asked: Applicants) -> None:
+        assert not await asked.join("new", "usual")
+        assert not await asked.join("liar", "odd")
+        assert asked.sent_away == ["new#1"]
+        assert await asked.join("new", "usual") == NOW
+        assert not await asked.join("a", "usual")
+        assert not await asked.join("b", "usual")
+        assert not await asked.join("new", "usual")
+        assert await asked.join("later", "odd") == FOR_EVER
+
+    Applicants("a", "b", "liar").play(story)
