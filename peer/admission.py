@@ -193,13 +193,13 @@ class Admission:
 
     def _place_of(self, member: Member, step: Step) -> tuple[str, int]:
         """One reset at a time of each part that a replica has."""
-        return member.incarnation, step.number % self.leader.plan.steps_in_flight
+        return member.incarnation, step.number % self.leader.plan.ahead.steps_in_flight
 
     def _waits(self, member: Member, step: Step) -> bool:
         if self.leader.members.can_spare(member) or member.incarnation in step.active:
             return False
         if member.standing is Standing.SERVING:
-            return self.leader.plan.steps_in_flight > 1  # in another step
+            return self.leader.plan.ahead.steps_in_flight > 1  # in another step
         return member.standing is not Standing.JOINING
 
     async def hold(self, step: Step, worked_s: float) -> bool:

@@ -134,7 +134,7 @@ def state_sizes(leader: Leader, stage: int) -> dict[str, int] | None:
     layout = layout_of(leader, stage)
     state = make_optimizer(leader.plan.optimizer, layout, "meta").state()
     sizes = {f"optimizer.{name}": tensor.numel() for name, tensor in state.items()}
-    if leader.plan.steps_in_flight > 1:
+    if leader.plan.ahead.steps_in_flight > 1:
         sizes[PREVIOUS] = layout.total
     return {"parameters": layout.total, **sizes}
 

@@ -105,7 +105,7 @@ class Leader:
         self.fatal: SwarmError | None = None
         self._doubting: asyncio.Task[None] | None = None
         self.watch = Watch(self)
-        self._microbatches = [Microbatches(self) for _ in range(plan.steps_in_flight)]
+        self._microbatches = [Microbatches(self) for _ in range(plan.ahead.steps_in_flight)]
         self.averager = Averaging(self)
         self._ahead: asyncio.Task[None] | None = None  # what keeps the newer of two steps going
 
@@ -262,8 +262,8 @@ class Leader:
         know what they have to wait for before they average."""
         self.averager.begin_early(step)
         following = step.number + 1
-        has_room = len(self.live) < self.plan.steps_in_flight and following < self.plan.num_steps
-        if has_room and self.plan.ahead.of(following):
+        ahead, ends = self.plan.ahead, following >= self.plan.num_steps
+        if len(self.live) < ahead.steps_in_flight and not ends and ahead.of(following):
             self._ahead = self.tasks.spawn(self._work_ahead(self._begin_step()), "ahead")
 
     async def _work_ahead(self, step: Step) -> None:

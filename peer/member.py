@@ -68,6 +68,7 @@ class Member:
         trainers: Sequence[str],
         find_leader: Callable[[], Awaitable[Sequence[tuple[str, Sequence[str]]]]],
         *,
+        num_microbatches: int,
         stage: int | None = None,
         accumulate: str = "float64",
         codecs: BoundaryCodecs = LOSSLESS,
@@ -86,7 +87,8 @@ class Member:
     ) -> None:
         self.links, self.pipeline, self.compute, self.policy = links, pipeline, compute, policy
         self.optimizer, self.trainers, self._find_leader = optimizer, trainers, find_leader
-        self.stage, self.accumulate, self.codecs = stage, accumulate, codecs
+        self.num_microbatches, self.stage, self.accumulate = num_microbatches, stage, accumulate
+        self.codecs = codecs
         self.slots = None if afab else slots or least_slots(pipeline.num_stages)
         self.sharers, self._counts_slots = sharers, slots is None
         self.kept_bytes, self.device, self.probe, self.say = kept_bytes, device, probe, say
@@ -249,6 +251,7 @@ class Member:
             state,
             self.pipeline,
             self.compute,
+            num_microbatches=self.num_microbatches,
             codecs=self.codecs,
             ahead=self.policy.ahead,
             slots=self.slots,
@@ -280,7 +283,7 @@ class Member:
             parameters,
             optimizer=self.optimizer.name,
             accumulate=self.accumulate,
-            steps_in_flight=self.policy.steps_in_flight,
+            steps_in_flight=self.policy.ahead.steps_in_flight,
             shared_bytes=self.pipeline.shared_bytes,
         )
         part = None if self.memory_bytes is None else self.memory_bytes // self.sharers
@@ -391,7 +394,7 @@ class Member:
         return activity_of(
             settled=self.settled,
             # Beside the next step's work it keeps nobody waiting.
-            averaging=averaging and not (computing and self.policy.steps_in_flight > 1),
+            averaging=averaging and not (computing and self.policy.ahead.steps_in_flight > 1),
             computing=computing,
             sending=self.links.sending,
         )

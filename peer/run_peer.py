@@ -264,6 +264,7 @@ class PeerProcess:
                 config.optimizer,
                 trainers,
                 find_leader,
+                num_microbatches=config.batch.microbatches,
                 stage=stage,
                 accumulate=config.update.accumulate,
                 codecs=BoundaryCodecs.of(config),

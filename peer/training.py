@@ -63,11 +63,6 @@ class Plan:
     gradient_bytes: tuple[float, float] = (8.0, 4.0)  # an element's contribution, and its sum
     ahead: Ahead = NONE  # which microbatches may go round before the commit of the step before
 
-    @property
-    def steps_in_flight(self) -> int:
-        """How many steps are counted before the oldest of them is committed."""
-        return 2 if self.ahead.microbatches else 1
-
 
 def divisor_of(weights: Iterable[int]) -> float:
     """What the losses of a step with these weights are divided by; 1 where nothing weighs."""

@@ -44,9 +44,10 @@ def test_a_replica_refuses_it(method: str, monkeypatch: pytest.MonkeyPatch) -> N
 
     async def main() -> None:
         state = StageState(shape.build_stage(0), OPTIMIZER)
-        server = StageServer(0, state, shape, InlineCompute())
+        server = StageServer(0, state, shape, InlineCompute(), num_microbatches=1)
         monkeypatch.setattr(server, "_serve", serve)
         monkeypatch.setattr(server.uploader, "begin", begin)
+        server.parts.see(CALL.term)
         handle: Any = server.methods()[method].handle
         for wrong in (2, -1, 2**40):
             with pytest.raises(SwarmError, match=f"tensor 1 holds {wrong}, 0 to 1 exp") as refused:
