@@ -44,7 +44,7 @@ from swarm.data.dataset import Dataset
 from swarm.errors import StorageError, SwarmError, TransportError
 from swarm.events import EventLog, read_status, write_status
 from swarm.model import build_pipeline
-from swarm.net.channel import Channel, Message, Method, no_tensors
+from swarm.net.channel import Channel, Message, Method
 from swarm.net.identity import Identity
 from swarm.net.link import MAX_LINK_CHARS, format_link, group_by_peer
 from swarm.net.links import Links
@@ -52,6 +52,7 @@ from swarm.net.records import leader_key
 from swarm.placement import MovePolicy
 from swarm.tasks import TaskSet
 from swarm.terms import Record, new_incarnation
+from swarm.wire.frames import no_tensors
 from swarm.words import clean, mapping
 
 log = logging.getLogger(__name__)

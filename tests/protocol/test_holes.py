@@ -24,11 +24,12 @@ from peer.training import StepResult
 from swarm.compute import Kind
 from swarm.consensus import on_prepare
 from swarm.errors import RefusedError, StageFailedError
-from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
+from swarm.net.channel import CallFailedError, Channel, Message, Method
 from swarm.net.links import Links
 from swarm.sim.virtual_time import run
 from swarm.terms import Record, Term
 from swarm.wire.codecs import encode
+from swarm.wire.frames import no_tensors
 from tests.protocol.simulated import (
     LEADER,
     RUN_ID,
