@@ -247,6 +247,22 @@ def test_layers_without_names_are_refused() -> None:
         definition(layers=[Widen])
 
 
+class Planes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm((4, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return self.linear(self.norm(x))
+
+
+def test_a_stages_norm_over_planes_is_not_decayed() -> None:
+    """It is told by its module, whatever the stage calls its parameters."""
+    layout = cut_into(1, of=definition(layers={"a": Planes})).layout(0)
+    assert layout.names == ("a.linear.weight", "a.norm.weight", "a.norm.bias", "a.linear.bias")
+    assert layout.num_decayed == 64
+
+
 def test_batch_norm_without_statistics_is_fine() -> None:
     layers = {"n": lambda: Norm(track_running_stats=False)}
     assert cut_into(1, of=definition(layers=layers)).num_stages == 1
