@@ -347,6 +347,7 @@ def run_baseline(
     from peer.take_over import read_newest
     from peer.view import plain_line
     from swarm.data import build_dataset
+    from swarm.model import build_pipeline
 
     config = load_config(run)
     where = choose_device(device)
@@ -365,6 +366,7 @@ def run_baseline(
             accumulate=config.update.accumulate,
             device=where,
         )
+        cut = build_pipeline(config)  # as the swarm has it
         if resume is not None:
             whole, _ = read_newest(resume, config, oracle.pipeline, print)
             oracle.resume(whole.snapshot(0))
@@ -376,7 +378,7 @@ def run_baseline(
             print(plain_line(result), flush=True)
         final = final_report(
             oracle.pipeline.key_order,
-            [oracle.state.tensor_hashes()],
+            oracle.stage_hashes(cut),
             steps=num_steps,
             tokens=tokens,
             wall_s=time.monotonic() - began,
