@@ -20,9 +20,10 @@ from peer.members import Member, Offer, Standing, Traffic
 from peer.slots import read_slots
 from swarm.agreement import agree, decided
 from swarm.errors import RefusedError, SwarmError, WireError
-from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
+from swarm.net.channel import CallFailedError, Channel, Message, Method
 from swarm.step import Step
 from swarm.terms import Record
+from swarm.wire.frames import no_tensors
 
 if TYPE_CHECKING:
     from peer.leader import Leader

@@ -18,10 +18,8 @@ import asyncio
 import logging
 import math
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
-
-import numpy as np
 
 from peer.admission import Admission
 from peer.averaging import Averaging, Prepared
@@ -46,7 +44,6 @@ from swarm.stage_state import total
 from swarm.step import Step
 from swarm.tasks import TaskSet
 from swarm.terms import NO_TERM, Ballot, Record
-from swarm.wire.codecs import WireTensor
 
 log = logging.getLogger(__name__)
 HOLD_OFF_S = 20.0
@@ -307,10 +304,6 @@ class Leader:
     def in_flight(self) -> list[asyncio.Task[None]]:
         """The microbatches that are under way."""
         return [task for each in self._microbatches for task in each.in_flight.values()]
-
-    def encode(self, batch: Mapping[str, np.ndarray]) -> list[WireTensor]:
-        """A microbatch's fields as they ride in a call."""
-        return self.microbatches.encode(batch)
 
     # ---- who takes part -------------------------------------------------------------------------
 

@@ -27,13 +27,14 @@ from swarm.compute import Compute, Kind
 from swarm.delayed_state import State, new_state
 from swarm.errors import JoinError, RefusedError, StageFailedError, SwarmError, WireError
 from swarm.model.stage import ModelPipeline
-from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
+from swarm.net.channel import CallFailedError, Channel, Message, Method
 from swarm.net.links import Links, peer_of
 from swarm.optim import OptimizerSettings
 from swarm.placement import estimate_memory, least_slots, slots_that_fit
 from swarm.tasks import as_answered
 from swarm.terms import Record
 from swarm.wire.boundaries import LOSSLESS, BoundaryCodecs
+from swarm.wire.frames import no_tensors
 
 log = logging.getLogger(__name__)
 RETRY_S = (0.2, 30.0)  # first and longest pause between attempts to find the leader

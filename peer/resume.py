@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from peer import checkpoints
-from peer.checkpointing import SEPARATOR, split_state, stage_layout
+from peer.checkpointing import SEPARATOR, split_state
 from peer.inquiries import snapshot_mark
 from peer.restoring import AwayError, Origin
 from peer.snapshots import Snapshot
@@ -94,7 +94,7 @@ class CheckpointReader:
 
     def snapshot(self, stage: int) -> Snapshot:
         """The state of a stage of `pipeline`. Raises DataError."""
-        layout = stage_layout(self.pipeline, stage)
+        layout = self.pipeline.layout(stage)
         wanted = make_optimizer(self.optimizer, layout, "meta").state()
         if lacking := [name for name in layout.names if name not in self._where]:
             raise DataError(

@@ -22,7 +22,7 @@ from swarm.config import MAX_CONFIG_BYTES, RunConfig, from_canonical, with_pretr
 from swarm.device import allocator
 from swarm.errors import ConfigError, JoinError, SwarmError, VersionError
 from swarm.model import ModelPipeline, build_pipeline
-from swarm.net.channel import Channel, Message, Method, no_tensors
+from swarm.net.channel import Channel, Message, Method
 from swarm.net.identity import Identity
 from swarm.net.link import (
     MAX_ADDRESSES,
@@ -35,6 +35,7 @@ from swarm.net.links import Links
 from swarm.net.records import leader_key, peers_key
 from swarm.terms import new_incarnation
 from swarm.wire.boundaries import BoundaryCodecs
+from swarm.wire.frames import no_tensors
 
 log = logging.getLogger(__name__)
 ANNOUNCE_S = 20.0

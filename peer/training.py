@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from swarm.ahead import NONE, Ahead
+from swarm.model.layout import ParameterLayout
 from swarm.model.stage import Stage
 from swarm.optim import OptimizerSettings
 from swarm.spec import TensorSpec
@@ -46,6 +47,8 @@ class Shape(Protocol):
     def weight(self, batch: Mapping[str, Any]) -> int: ...
 
     def build_stage(self, stage: int, device: str = "cpu") -> Stage: ...
+
+    def layout(self, stage: int) -> ParameterLayout: ...
 
 
 @dataclass(frozen=True, slots=True)

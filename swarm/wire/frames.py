@@ -161,9 +161,10 @@ def check_indices(tensors: Sequence[WireTensor], specs: Sequence[TensorSpec]) ->
                 raise WireError(f"tensor {i} holds {found}, 0 to {spec.below - 1} expected")
 
 
-def check_no_tensors(header: Mapping[str, Any], metas: Sequence[TensorMeta]) -> None:
-    """A `check` for messages that carry a header only."""
-    check_tensors(metas, (), "raw")
+def no_tensors(header: Mapping[str, Any], metas: Sequence[TensorMeta]) -> None:
+    """A `check` for messages that carry a header only. Raises WireError."""
+    if metas:
+        raise WireError(f"{len(metas)} tensors where none belong")
 
 
 def _describe(dtype: str, shape: tuple[int, ...], codec: str) -> str:
