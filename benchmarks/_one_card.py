@@ -154,6 +154,7 @@ class Swarm:
             run.optimizer,
             ["leader"],
             find_leader,
+            num_microbatches=run.batch.microbatches,
             stage=stage,
             accumulate=run.update.accumulate,
             device=device,

@@ -21,10 +21,11 @@ from peer.members import MAX_MEMBERS, Member, Offer, Standing, Traffic
 from peer.slots import read_slots
 from swarm.agreement import agree, decided
 from swarm.errors import RefusedError, SwarmError, WireError
-from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
+from swarm.net.channel import CallFailedError, Channel, Message, Method
 from swarm.net.link import addresses_of
 from swarm.step import Step
 from swarm.terms import Record
+from swarm.wire.frames import no_tensors
 
 if TYPE_CHECKING:
     from peer.leader import Leader
@@ -217,13 +218,13 @@ class Admission:
 
     def _place_of(self, member: Member, step: Step) -> tuple[str, int]:
         """One reset at a time of each part that a replica has."""
-        return member.incarnation, step.number % self.leader.plan.steps_in_flight
+        return member.incarnation, step.number % self.leader.plan.ahead.steps_in_flight
 
     def _waits(self, member: Member, step: Step) -> bool:
         if self.leader.members.can_spare(member) or member.incarnation in step.active:
             return False
         if member.standing is Standing.SERVING:
-            return self.leader.plan.steps_in_flight > 1  # in another step
+            return self.leader.plan.ahead.steps_in_flight > 1  # in another step
         return member.standing is not Standing.JOINING
 
     async def hold(self, step: Step, worked_s: float) -> bool:

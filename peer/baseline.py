@@ -116,3 +116,12 @@ class Baseline:
         """The final hashes, as a swarm reports them."""
         hashes = self.state.tensor_hashes()
         return {"sha256": model_sha256(hashes, self.pipeline.key_order)}
+
+    def stage_hashes(self, cut: ModelPipeline) -> list[dict[str, str]]:
+        """sha256 of each parameter, by name, for each stage of `cut`: the same model as the swarm
+        has it."""
+        hashes = self.state.tensor_hashes()
+        return [
+            {name: hashes[name] for name in cut.layout(stage).names}
+            for stage in range(cut.num_stages)
+        ]

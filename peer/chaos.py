@@ -354,10 +354,11 @@ def run_chaos(
 def baseline_sha256(config: RunConfig, num_steps: int, cache_dir: Path | None = None) -> str:
     """The sha256 that one process ends with, with one thread, as the peers have."""
     from peer.baseline import Baseline
-    from peer.launch import be_exact, open_data, plan_of, whole_model
+    from peer.launch import be_exact, plan_of, whole_model
+    from swarm.data import build_dataset
 
     be_exact("cpu", 1)
-    with contextlib.closing(open_data(config, cache_dir)) as dataset:
+    with contextlib.closing(build_dataset(config, cache_dir)) as dataset:
         oracle = Baseline(
             plan_of(config),
             whole_model(config),

@@ -19,11 +19,6 @@ from swarm.errors import SwarmError
 from swarm.model import ModelPipeline, ParameterLayout
 
 
-def stage_layout(pipeline: ModelPipeline, stage: int) -> ParameterLayout:
-    """Where a stage's parameters lie in its flat state; costs no memory."""
-    return ParameterLayout.of(pipeline.build_stage(stage, "meta"))
-
-
 class Checkpointer:
     """Writes checkpoints of a run into its directory.
 
@@ -92,7 +87,7 @@ def write_state(
 
     Raises StorageError.
     """
-    layout = stage_layout(pipeline, stage)
+    layout = pipeline.layout(stage)
     optimizer: dict[str, Tensor] = {}  # and the version before the newest, if the state has one
     for name, tensor in state.tensors.items():
         if name != "parameters":

@@ -342,17 +342,12 @@ def run_baseline(
 ) -> None:
     """`swarm baseline`: the oracle."""
     from peer.baseline import Baseline
-    from peer.launch import (
-        be_exact,
-        choose_device,
-        open_data,
-        plan_of,
-        steps_to_train,
-        whole_model,
-    )
+    from peer.launch import be_exact, choose_device, plan_of, steps_to_train, whole_model
     from peer.report import ReportWriter, final_report
     from peer.take_over import read_newest
     from peer.view import plain_line
+    from swarm.data import build_dataset
+    from swarm.model import build_pipeline
 
     config = load_config(run)
     where = choose_device(device)
@@ -361,7 +356,7 @@ def run_baseline(
     num_steps = steps_to_train(config, steps)
     with (
         ReportWriter(report, config.run_id) as writer,
-        contextlib.closing(open_data(config)) as dataset,
+        contextlib.closing(build_dataset(config)) as dataset,
     ):
         oracle = Baseline(
             plan_of(config),
@@ -371,6 +366,7 @@ def run_baseline(
             accumulate=config.update.accumulate,
             device=where,
         )
+        cut = build_pipeline(config)  # as the swarm has it
         if resume is not None:
             whole, _ = read_newest(resume, config, oracle.pipeline, print)
             oracle.resume(whole.snapshot(0))
@@ -382,7 +378,7 @@ def run_baseline(
             print(plain_line(result), flush=True)
         final = final_report(
             oracle.pipeline.key_order,
-            [oracle.state.tensor_hashes()],
+            oracle.stage_hashes(cut),
             steps=num_steps,
             tokens=tokens,
             wall_s=time.monotonic() - began,
@@ -403,7 +399,8 @@ def evaluate_export(directory: Path, run: Path, microbatches: int) -> dict[str, 
     from rich.console import Console
     from rich.progress import track
 
-    from peer.launch import open_data, stamp
+    from peer.launch import stamp
+    from swarm.data import build_dataset
     from swarm.model.generate import evaluate, load_exported
 
     config = load_config(run)
@@ -418,7 +415,7 @@ def evaluate_export(directory: Path, run: Path, microbatches: int) -> dict[str, 
     _check_fits(model, config)
     progress.print("checking data and model")
     config = stamp(config, "eval")
-    with contextlib.closing(open_data(config)) as dataset:
+    with contextlib.closing(build_dataset(config)) as dataset:
         batches = (
             {name: torch.from_numpy(array) for name, array in dataset.validation_batch(i).items()}
             for i in track(range(microbatches), "evaluating", console=progress, transient=True)

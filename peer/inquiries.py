@@ -20,7 +20,7 @@ from peer.members import Member, Standing
 from peer.snapshots import Snapshot
 from swarm.delayed_state import PREVIOUS
 from swarm.errors import RefusedError, SwarmError, WireError
-from swarm.model.layout import ParameterLayout, fingerprint
+from swarm.model.layout import fingerprint
 from swarm.net.channel import Channel
 from swarm.optim import make_optimizer
 from swarm.stage_state import total
@@ -76,7 +76,7 @@ async def validate(leader: Leader) -> float | None:
     async def one(index: int) -> tuple[float, int]:
         batch = leader.batches.validation_batch(index)
         async with width:
-            loss = await _evaluate(leader, step, leader.encode(batch))
+            loss = await _evaluate(leader, step, leader.microbatches.encode(batch))
         return loss, leader.pipeline.weight(batch)
 
     results = await asyncio.gather(
@@ -122,19 +122,14 @@ def _holders(leader: Leader, stage: int) -> list[Member]:
     return serving + leader.members.of_stage(stage, Standing.READY, Standing.EXPELLED)
 
 
-def layout_of(leader: Leader, stage: int) -> ParameterLayout:
-    """Where a stage's parameters lie in its flat state; costs no memory."""
-    return ParameterLayout.of(leader.pipeline.build_stage(stage, "meta"))
-
-
 def state_sizes(leader: Leader, stage: int) -> dict[str, int] | None:
     """The tensors of a stage's state and their elements; None when the plan names no optimizer."""
     if leader.plan.optimizer is None:
         return None
-    layout = layout_of(leader, stage)
+    layout = leader.pipeline.layout(stage)
     state = make_optimizer(leader.plan.optimizer, layout, "meta").state()
     sizes = {f"optimizer.{name}": tensor.numel() for name, tensor in state.items()}
-    if leader.plan.steps_in_flight > 1:
+    if leader.plan.ahead.steps_in_flight > 1:
         sizes[PREVIOUS] = layout.total
     return {"parameters": layout.total, **sizes}
 
@@ -162,7 +157,7 @@ async def held_hashes(leader: Leader) -> list[dict[str, str]]:
 
 
 async def _hashes_of(leader: Leader, stage: int) -> dict[str, str]:
-    shapes = dict(zip((layout := layout_of(leader, stage)).names, layout.shapes, strict=True))
+    names = set(leader.pipeline.layout(stage).names)
 
     async def ask(member: Member, channel: Channel) -> dict[str, str]:
         async with asyncio.timeout(leader.watch.patience_of(member.incarnation, updating=True)):
@@ -170,7 +165,7 @@ async def _hashes_of(leader: Leader, stage: int) -> dict[str, str]:
         if answer.get("step") != leader.next_step:
             raise RefusedError(f"stage {stage} is at step {str(answer.get('step'))[:20]}")
         hashes = answer.get("hashes")
-        if not isinstance(hashes, dict) or hashes.keys() != shapes.keys():
+        if not isinstance(hashes, dict) or hashes.keys() != names:
             raise WireError(f"stage {stage} has other parameters")
         for name, value in hashes.items():
             if not isinstance(value, str) or not _HASH.fullmatch(value):

@@ -24,8 +24,7 @@ from swarm.config import (
     with_pretrained_hash,
     with_trainers,
 )
-from swarm.data import build_dataset, prepare_data
-from swarm.data.dataset import Dataset
+from swarm.data import prepare_data
 from swarm.errors import DeviceError
 from swarm.model import ModelPipeline, build_pipeline
 from swarm.net.directory import DhtDirectory
@@ -78,10 +77,6 @@ def whole_model(config: RunConfig) -> ModelPipeline:
     """The same model as one stage, for the baseline."""
     model = config.model.model_copy(update={"stages": 1, "cut": None})
     return build_pipeline(config.model_copy(update={"model": model}))
-
-
-def open_data(config: RunConfig, cache_dir: Path | None = None) -> Dataset:
-    return build_dataset(config, cache_dir)
 
 
 def has_portable_optimizer(config: RunConfig) -> bool:

@@ -18,10 +18,8 @@ import asyncio
 import logging
 import math
 import operator
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
-
-import numpy as np
 
 from peer.admission import Admission
 from peer.averaging import Averaging, Prepared
@@ -46,7 +44,6 @@ from swarm.stage_state import total
 from swarm.step import Step
 from swarm.tasks import TaskSet
 from swarm.terms import NO_TERM, Ballot, Record
-from swarm.wire.codecs import WireTensor
 
 log = logging.getLogger(__name__)
 HOLD_OFF_S = 20.0
@@ -105,7 +102,7 @@ class Leader:
         self.fatal: SwarmError | None = None
         self._doubting: asyncio.Task[None] | None = None
         self.watch = Watch(self)
-        self._microbatches = [Microbatches(self) for _ in range(plan.steps_in_flight)]
+        self._microbatches = [Microbatches(self) for _ in range(plan.ahead.steps_in_flight)]
         self.averager = Averaging(self)
         self._ahead: asyncio.Task[None] | None = None  # what keeps the newer of two steps going
 
@@ -262,8 +259,8 @@ class Leader:
         know what they have to wait for before they average."""
         self.averager.begin_early(step)
         following = step.number + 1
-        has_room = len(self.live) < self.plan.steps_in_flight and following < self.plan.num_steps
-        if has_room and self.plan.ahead.of(following):
+        ahead, ends = self.plan.ahead, following >= self.plan.num_steps
+        if len(self.live) < ahead.steps_in_flight and not ends and ahead.of(following):
             self._ahead = self.tasks.spawn(self._work_ahead(self._begin_step()), "ahead")
 
     async def _work_ahead(self, step: Step) -> None:
@@ -307,10 +304,6 @@ class Leader:
     def in_flight(self) -> list[asyncio.Task[None]]:
         """The microbatches that are under way."""
         return [task for each in self._microbatches for task in each.in_flight.values()]
-
-    def encode(self, batch: Mapping[str, np.ndarray]) -> list[WireTensor]:
-        """A microbatch's fields as they ride in a call."""
-        return self.microbatches.encode(batch)
 
     # ---- who takes part -------------------------------------------------------------------------
 

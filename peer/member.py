@@ -27,13 +27,14 @@ from swarm.compute import Compute, Kind
 from swarm.delayed_state import State, new_state
 from swarm.errors import JoinError, RefusedError, StageFailedError, SwarmError, WireError
 from swarm.model.stage import ModelPipeline
-from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
+from swarm.net.channel import CallFailedError, Channel, Message, Method
 from swarm.net.links import Links, peer_of
 from swarm.optim import OptimizerSettings
 from swarm.placement import estimate_memory, least_slots, slots_that_fit
 from swarm.tasks import as_answered
 from swarm.terms import Record
 from swarm.wire.boundaries import LOSSLESS, BoundaryCodecs
+from swarm.wire.frames import no_tensors
 
 log = logging.getLogger(__name__)
 RETRY_S = (0.2, 30.0)  # first and longest pause between attempts to find the leader
@@ -68,6 +69,7 @@ class Member:
         trainers: Sequence[str],
         find_leader: Callable[[], Awaitable[Sequence[tuple[str, Sequence[str]]]]],
         *,
+        num_microbatches: int,
         stage: int | None = None,
         accumulate: str = "float64",
         codecs: BoundaryCodecs = LOSSLESS,
@@ -86,7 +88,8 @@ class Member:
     ) -> None:
         self.links, self.pipeline, self.compute, self.policy = links, pipeline, compute, policy
         self.optimizer, self.trainers, self._find_leader = optimizer, trainers, find_leader
-        self.stage, self.accumulate, self.codecs = stage, accumulate, codecs
+        self.num_microbatches, self.stage, self.accumulate = num_microbatches, stage, accumulate
+        self.codecs = codecs
         self.slots = None if afab else slots or least_slots(pipeline.num_stages)
         self.sharers, self._counts_slots = sharers, slots is None
         self.kept_bytes, self.device, self.probe, self.say = kept_bytes, device, probe, say
@@ -251,6 +254,7 @@ class Member:
             state,
             self.pipeline,
             self.compute,
+            num_microbatches=self.num_microbatches,
             codecs=self.codecs,
             ahead=self.policy.ahead,
             slots=self.slots,
@@ -282,7 +286,7 @@ class Member:
             parameters,
             optimizer=self.optimizer.name,
             accumulate=self.accumulate,
-            steps_in_flight=self.policy.steps_in_flight,
+            steps_in_flight=self.policy.ahead.steps_in_flight,
             shared_bytes=self.pipeline.shared_bytes,
         )
         part = None if self.memory_bytes is None else self.memory_bytes // self.sharers
@@ -393,7 +397,7 @@ class Member:
         return activity_of(
             settled=self.settled,
             # Beside the next step's work it keeps nobody waiting.
-            averaging=averaging and not (computing and self.policy.steps_in_flight > 1),
+            averaging=averaging and not (computing and self.policy.ahead.steps_in_flight > 1),
             computing=computing,
             sending=self.links.sending,
         )

@@ -20,8 +20,9 @@ from swarm.compute import Kind
 from swarm.errors import RefusedError, StageFailedError, WireError
 from swarm.finite import finite
 from swarm.ledger import Do
-from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
+from swarm.net.channel import CallFailedError, Channel, Message, Method
 from swarm.terms import Ballot, Record, Term
+from swarm.wire.frames import no_tensors
 
 log = logging.getLogger(__name__)
 

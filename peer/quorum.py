@@ -32,10 +32,11 @@ from swarm.consensus import (
     stranger,
 )
 from swarm.errors import RefusedError, SwarmError, WireError
-from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
+from swarm.net.channel import CallFailedError, Channel, Message, Method
 from swarm.net.links import Links
 from swarm.tasks import TaskSet
 from swarm.terms import NO_TERM, Record, Term
+from swarm.wire.frames import no_tensors
 
 log = logging.getLogger(__name__)
 RETRY_S = (0.1, 5.0)

@@ -152,7 +152,7 @@ class Rebalancing:
             accumulate=self.leader.plan.accumulate,
             activation_bytes=int(held),
             slots=self.leader.fixed_slots or min(least, self.leader.plan.num_microbatches),
-            steps_in_flight=self.leader.plan.steps_in_flight,
+            steps_in_flight=self.leader.plan.ahead.steps_in_flight,
             shared_bytes=self.leader.pipeline.shared_bytes,
         )
         return StageNeed(cost, estimate.total, 4 * STATE_FLOATS * parameters)

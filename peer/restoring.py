@@ -24,9 +24,10 @@ from peer.calls import count
 from peer.members import Standing
 from peer.snapshots import Description, Snapshot, chunks, digest
 from swarm.errors import DataError, RefusedError, SwarmError
-from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
+from swarm.net.channel import CallFailedError, Channel, Message, Method
 from swarm.terms import Record
 from swarm.wire.codecs import encode
+from swarm.wire.frames import no_tensors
 
 if TYPE_CHECKING:
     from peer.leader import Leader

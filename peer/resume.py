@@ -20,11 +20,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from peer import checkpoints
-from peer.checkpointing import SEPARATOR, split_state, stage_layout
+from peer.checkpointing import SEPARATOR, split_state
 from peer.inquiries import snapshot_mark
 from peer.restoring import AwayError, Origin
 from peer.snapshots import Snapshot
-from swarm.averaging.policy import POLICIES
 from swarm.config import RunConfig
 from swarm.delayed_state import PREVIOUS
 from swarm.errors import DataError
@@ -95,7 +94,7 @@ class CheckpointReader:
 
     def snapshot(self, stage: int) -> Snapshot:
         """The state of a stage of `pipeline`. Raises DataError."""
-        layout = stage_layout(self.pipeline, stage)
+        layout = self.pipeline.layout(stage)
         wanted = make_optimizer(self.optimizer, layout, "meta").state()
         if lacking := [name for name in layout.names if name not in self._where]:
             raise DataError(
@@ -158,8 +157,7 @@ class CheckpointReader:
 
 def reader_of(path: Path, config: RunConfig, pipeline: ModelPipeline) -> CheckpointReader:
     """A checkpoint as a run of `config` reads it. Raises DataError."""
-    steps_in_flight = POLICIES[config.update.policy].steps_in_flight
-    return CheckpointReader(path, pipeline, config.optimizer, steps_in_flight)
+    return CheckpointReader(path, pipeline, config.optimizer, config.ahead.steps_in_flight)
 
 
 class SavedStates:

@@ -23,7 +23,6 @@ from peer.launch import (
     Node,
     best_first,
     has_portable_optimizer,
-    open_data,
     plan_of,
     steps_to_train,
 )
@@ -40,11 +39,12 @@ from peer.take_over import parent_of, source_of, take_over
 from peer.trainer import Trainer
 from peer.training import StepResult
 from swarm.config import RunConfig, canonical_bytes
+from swarm.data import build_dataset
 from swarm.data.dataset import Dataset
 from swarm.errors import StorageError, SwarmError, TransportError
 from swarm.events import EventLog, read_status, write_status
 from swarm.model import build_pipeline
-from swarm.net.channel import Channel, Message, Method, no_tensors
+from swarm.net.channel import Channel, Message, Method
 from swarm.net.identity import Identity
 from swarm.net.link import MAX_LINK_CHARS, format_link, group_by_peer
 from swarm.net.links import Links
@@ -52,6 +52,7 @@ from swarm.net.records import leader_key
 from swarm.placement import MovePolicy
 from swarm.tasks import TaskSet
 from swarm.terms import Record, new_incarnation
+from swarm.wire.frames import no_tensors
 from swarm.words import clean, mapping
 
 log = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ class LeaderProcess:
         """
         self._prepare_directory()
         async with contextlib.AsyncExitStack() as stack:
-            dataset = await asyncio.to_thread(open_data, self.config, self._cache_dir)
+            dataset = await asyncio.to_thread(build_dataset, self.config, self._cache_dir)
             stack.callback(dataset.close)
             disk = FileDisk(self.run_dir / "trainer")
             stack.callback(disk.close)

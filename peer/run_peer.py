@@ -23,7 +23,7 @@ from swarm.config import MAX_CONFIG_BYTES, RunConfig, from_canonical, with_pretr
 from swarm.device import allocator
 from swarm.errors import ConfigError, JoinError, SwarmError, VersionError
 from swarm.model import ModelPipeline, build_pipeline
-from swarm.net.channel import Channel, Message, Method, no_tensors
+from swarm.net.channel import Channel, Message, Method
 from swarm.net.identity import Identity
 from swarm.net.link import (
     MAX_ADDRESSES,
@@ -36,6 +36,7 @@ from swarm.net.links import Links
 from swarm.net.records import leader_key, peers_key
 from swarm.terms import new_incarnation
 from swarm.wire.boundaries import BoundaryCodecs
+from swarm.wire.frames import no_tensors
 
 log = logging.getLogger(__name__)
 ANNOUNCE_S = 20.0
@@ -269,6 +270,7 @@ class PeerProcess:
                 config.optimizer,
                 trainers,
                 find_leader,
+                num_microbatches=config.batch.microbatches,
                 stage=stage,
                 accumulate=config.update.accumulate,
                 codecs=BoundaryCodecs.of(config),

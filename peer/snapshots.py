@@ -28,9 +28,10 @@ from peer.stage_server import StageServer
 from swarm.compute import Kind
 from swarm.errors import RefusedError, WireError
 from swarm.model.layout import sha256_of
-from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
+from swarm.net.channel import CallFailedError, Channel, Message, Method
 from swarm.terms import Record
 from swarm.wire.codecs import encode
+from swarm.wire.frames import no_tensors
 
 CHUNK = 1 << 20  # elements; one frame of 4 MiB
 MAX_CHUNKS = 1 << 14  # their digests fit in a header

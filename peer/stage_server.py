@@ -62,9 +62,10 @@ def no_probe(point: str, **facts: Any) -> None:
 class StageServer:
     """Serves one stage with `state` on `compute`.
 
-    `links` must be set before the first call. `codecs` are those of all boundaries. `slots` bounds
-    microbatches between forward and backward; None is AFAB. `probe(point, **facts)` is told where
-    each microbatch and step is: tests inject faults there, the event log listens.
+    `links` must be set before the first call. `num_microbatches` are those of a step, `codecs`
+    those of all boundaries. `slots` bounds microbatches between forward and backward; None is AFAB.
+    `probe(point, **facts)` is told where each microbatch and step is: tests inject faults there,
+    the event log listens.
     """
 
     links: Links
@@ -76,6 +77,7 @@ class StageServer:
         pipeline: PipelineShape,
         compute: Compute,
         *,
+        num_microbatches: int,
         codecs: BoundaryCodecs = LOSSLESS,
         ahead: Ahead = NONE,
         slots: int | None = 4,
@@ -85,11 +87,12 @@ class StageServer:
         self.stage, self.state, self.pipeline = stage, state, pipeline
         # Stages of one process share their device, and its watch.
         self.compute = compute if isinstance(compute, WatchedCompute) else WatchedCompute(compute)
-        self.codecs, self.probe = codecs, probe
+        self.num_microbatches, self.codecs, self.probe = num_microbatches, codecs, probe
         self.slots = Slots(slots)
         self.parts = Parts(state, kept_bytes, ahead, release=self._release)
         self.uploader = Uploader(state.device)
         self.tasks = TaskSet()
+        self._awaiting = 0  # calls that wait for a commit, each with its tensors
         self.sent_bytes = 0  # activations to the next stage, on the wire
         self.raw_bytes = 0  # the same before the codec
         self.returned_bytes = 0  # gradients to the previous stage, on the wire
@@ -111,6 +114,8 @@ class StageServer:
 
     def _check_microbatch(self, body: Mapping[str, Any], metas: Sequence[TensorMeta]) -> None:
         call = MicrobatchCall.read(body)
+        if call.index >= self.num_microbatches:
+            raise WireError(f"microbatch {call.index} of {self.num_microbatches}")
         self._check_route(call.route, call.hop)
         self._check_inputs(metas)
 
@@ -153,9 +158,7 @@ class StageServer:
     async def _serve(self, call: MicrobatchCall, tensors: Sequence[WireTensor]) -> Message:
         """Every failure names this hop, or the leader would suspect the first of the route."""
         part = self.parts.of(call.step)
-        if call.term > part.ledger.term:
-            # A call comes from any peer: only an order of the trainer itself raises the term.
-            raise RefusedError("no order of that term has come here")
+        self._check_term(part, call.term)
         loop = asyncio.get_running_loop()
         arrived = loop.time()
         decision = await self._decide(part, call)
@@ -192,17 +195,37 @@ class StageServer:
             raise
         return self._answer(work, below, dx)
 
+    @staticmethod
+    def _check_term(part: Part, term: Term) -> None:
+        """Raises RefusedError, before a call may wait for anything. It comes from any peer: only an
+        order of the trainer itself raises the term."""
+        if term > part.ledger.term:
+            raise RefusedError("no order of that term has come here")
+        if not part.ledger.see(term):
+            raise RefusedError(f"term {term.counter} has been succeeded")
+
     async def _decide(self, part: Part, call: MicrobatchCall) -> Decision:
         """What the ledger says, once what the microbatch is computed with is there."""
         while True:
             if call.index >= self.parts.ahead.of(call.step) and part.ledger.step == call.step:
-                await self.parts.commit_of(call.step - 1)
+                await self._await_commit(call.step - 1)
             decision = part.ledger.on_call(
                 call.term, call.step, call.index, call.try_, call.attempt
             )
             if decision.do is not Do.AWAIT_COMMIT:
                 return decision
-            await self.parts.commit_of(call.step - len(self.parts))
+            await self._await_commit(call.step - len(self.parts))
+
+    async def _await_commit(self, step: int) -> None:
+        """Raises RefusedError when it takes too long, or when more wait than a leader can have
+        sent: each holds its tensors."""
+        if self._awaiting >= 2 * self.num_microbatches:
+            raise RefusedError("too many calls wait for a commit here")
+        self._awaiting += 1
+        try:
+            await self.parts.commit_of(step)
+        finally:
+            self._awaiting -= 1
 
     async def _forward(
         self, part: Part, work: Work, call: MicrobatchCall, tensors: Sequence[WireTensor]
@@ -421,8 +444,9 @@ class StageServer:
         body = message.body
         step, hop, route = body["step"], body["hop"], body["route"]
         check_indices(message.tensors, self._field_specs)
-        if self.parts.ledger.step < step:
-            await self.parts.commit_of(step - 1)
+        self._check_term(self.parts.oldest, Term.read(body["term"]))
+        if self.parts.ledger.step < step <= self.parts.ledger.step + len(self.parts):
+            await self._await_commit(step - 1)
         if self.parts.ledger.step != step:
             raise CallFailedError(
                 "refused", f"at step {self.parts.ledger.step}, not {step}", hop=hop

@@ -19,10 +19,11 @@ from peer.leader import Leader
 from peer.quorum import NO_MAJORITY, REACH_S, Quorum, SupersededError
 from peer.restoring import AwayError, GoBack, Order, StandAside
 from swarm.errors import DataError, RefusedError, SwarmError
-from swarm.net.channel import Channel, Message, Method, no_tensors
+from swarm.net.channel import Channel, Message, Method
 from swarm.net.links import Links
 from swarm.tasks import TaskSet
 from swarm.terms import NO_TERM, Term
+from swarm.wire.frames import no_tensors
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from swarm.ahead import NONE, Ahead
+from swarm.model.layout import ParameterLayout
 from swarm.model.stage import Stage
 from swarm.optim import OptimizerSettings
 from swarm.spec import TensorSpec
@@ -47,6 +48,8 @@ class Shape(Protocol):
 
     def build_stage(self, stage: int, device: str = "cpu") -> Stage: ...
 
+    def layout(self, stage: int) -> ParameterLayout: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -62,11 +65,6 @@ class Plan:
     accumulate: str = "float64"
     gradient_bytes: tuple[float, float] = (8.0, 4.0)  # an element's contribution, and its sum
     ahead: Ahead = NONE  # which microbatches may go round before the commit of the step before
-
-    @property
-    def steps_in_flight(self) -> int:
-        """How many steps are counted before the oldest of them is committed."""
-        return 2 if self.ahead.microbatches else 1
 
 
 def divisor_of(weights: Iterable[int]) -> float:

@@ -25,6 +25,11 @@ class Ahead:
         return self.microbatches if step >= self.since else 0
 
     @property
+    def steps_in_flight(self) -> int:
+        """How many steps are counted before the oldest of them is committed."""
+        return 2 if self.microbatches else 1
+
+    @property
     def balance(self) -> float:
         """How many updates beyond V_s the others are computed."""
         others = self.num_microbatches - self.microbatches

@@ -82,6 +82,8 @@ class Setting:
 SETTINGS = {
     each.name: each
     for each in (
+        Setting("float32", HIDDEN, "float32", "float32"),
+        Setting("float16", HIDDEN, "float16", "float16"),
         Setting("bfloat16", HIDDEN, "bfloat16", "bfloat16"),
         Setting("int8", HIDDEN, "int8", "int8"),
         Setting("int4", HIDDEN, "int4", "int8"),

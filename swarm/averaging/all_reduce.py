@@ -59,7 +59,7 @@ from swarm.net.stream_limit import StreamLimit
 from swarm.net.striped import Gathering, dial_striped
 from swarm.net.transport import Buffer, Stream, Transport
 from swarm.tasks import TaskSet
-from swarm.wire.frames import check_no_tensors, protocol_name, read_frame
+from swarm.wire.frames import no_tensors, protocol_name, read_frame
 
 PROTOCOL = protocol_name("reduce")
 MAX_HEADER_BYTES = 4096
@@ -182,7 +182,7 @@ class GroupAllReduce:
 
     async def _read_header(self, stream: Stream) -> dict[str, Any]:
         frame = await read_frame(
-            stream, check_no_tensors, max_header_bytes=MAX_HEADER_BYTES, max_payload_bytes=0
+            stream, no_tensors, max_header_bytes=MAX_HEADER_BYTES, max_payload_bytes=0
         )
         header = frame.header
         kinds = {key: type(value) for key, value in header.items()}

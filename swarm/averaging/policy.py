@@ -2,7 +2,7 @@
 
 A policy says what the replicas of a stage agree on before a record is proposed (`prepare`), and
 what the record then does to the parameters (`apply`). Everything between, that is attempts, aborts,
-hashes and the record itself, is the step protocol's and the same for all policies. Each names its
+hashes and the record itself, is the step protocol's and the same for all policies. Each says its
 unit of commit and what a death costs, since that is what a user chooses between.
 
 The contract behind I4: `prepare` only reads the state. Whatever it makes lives in what it returns,
@@ -54,10 +54,7 @@ class UpdatePolicy(Protocol):
     """How the members of a stage's group turn what they counted into one update."""
 
     name: str
-    unit: str  # what becomes real at once
-    cost_of_a_death: str
     ahead: Ahead  # which microbatches are computed before the commit of the step before
-    steps_in_flight: int  # whose microbatches are counted before the oldest of them is committed
 
     async def prepare(
         self,
@@ -78,12 +75,12 @@ class UpdatePolicy(Protocol):
 
 class ExactPolicy:
     """The gradient of the step, summed over the group in the accumulator's dtype, rounded once;
-    on the wire in `codec`, float32 meaning without loss."""
+    on the wire in `codec`, float32 meaning without loss.
+
+    Unit of commit: one step. A death costs computing again what the dead replica had counted in
+    that step."""
 
     name = "exact"
-    unit = "one step"
-    cost_of_a_death = "computing again what the dead replica had counted in that step"
-    steps_in_flight = 1
 
     def __init__(self, reducer: Reducer, codec: str = EXACT, ahead: Ahead = NONE) -> None:
         self._reducer, self._codec, self.ahead = reducer, codec, ahead
@@ -117,11 +114,12 @@ class ExactPolicy:
 
 class DelayedPolicy(ExactPolicy):
     """The same update, averaged while the next step's first `ahead` microbatches go round, which
-    therefore are computed one step stale (`swarm.delayed_state`, docs/decisions/delayed.md)."""
+    therefore are computed one step stale (`swarm.delayed_state`, docs/decisions/delayed.md).
+
+    Unit of commit: one step. A death costs computing again what the dead replica had counted in at
+    most two steps."""
 
     name = "delayed"
-    cost_of_a_death = "computing again what the dead replica had counted in at most two steps"
-    steps_in_flight = 2
 
 
 POLICIES = {policy.name: policy for policy in (ExactPolicy, DelayedPolicy)}

@@ -18,7 +18,7 @@ from swarm.errors import StreamClosedError, TransportError, WireError
 from swarm.net.striped import MAX_STRIPES
 from swarm.net.transport import Buffer, Stream
 from swarm.tasks import TaskSet
-from swarm.wire.frames import check_no_tensors, encode_frame, read_frame
+from swarm.wire.frames import encode_frame, no_tensors, read_frame
 
 _SUM, _NOTICE, _TAKEN = b"\x01", b"\x00", b"\x02"
 MAX_NOTICE_BYTES = 4096
@@ -323,7 +323,7 @@ class Round:
 
     async def _read_notice(self, link: Link, stream: Stream) -> RoundFailedError:
         frame = await read_frame(
-            stream, check_no_tensors, max_header_bytes=MAX_NOTICE_BYTES, max_payload_bytes=0
+            stream, no_tensors, max_header_bytes=MAX_NOTICE_BYTES, max_payload_bytes=0
         )
         why, suspect = frame.header.get("failed"), frame.header.get("suspect")
         if not isinstance(why, str) or not isinstance(suspect, str):

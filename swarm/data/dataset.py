@@ -263,15 +263,12 @@ def _open(
 
 
 def _pipeline_arrays(config: RunConfig) -> tuple[Arrays, Arrays, dict[str, TensorSpec]]:
-    from swarm.model.custom import load_pipeline  # torch, and the user's own package
+    from swarm.model.custom import batch_spec, load_pipeline  # torch, and the user's own package
 
     if config.model.pipeline is None:
         raise DataError('data.source is "pipeline" but the run has no model.pipeline', "set it")
     samples = load_pipeline(config.model.pipeline).load_data()
-    specs = {
-        name: TensorSpec((config.batch.microbatch_size, *array.shape[1:]), str(array.dtype))
-        for name, array in samples.train.items()
-    }
+    specs = batch_spec(samples, config.batch.microbatch_size)
     return Arrays(samples.train), Arrays(samples.validation), specs
 
 

@@ -39,7 +39,8 @@ class Pipeline:
 
     `layers`: factories of modules by name, in order. `inputs(batch)`: the first layer's tensors.
     `loss(outputs, batch)`: the *sum* of the item losses from the last layer's tensors (a tuple).
-    `weight(batch)`: how many items that sum has. `data()`: an object with `train` and `validation`.
+    `weight(batch)`: how many items that sum has. `data()`: an object with `train` and `validation`,
+    the same on every machine: what a peer may send of integers is what they hold (`batch_spec`).
     """
 
     def __init__(
@@ -97,6 +98,33 @@ class Pipeline:
                 "train and validation data differ in fields, shapes or dtypes",
                 "give both the same fields",
             )
+
+
+def batch_spec(samples: Samples, microbatch_size: int) -> dict[str, TensorSpec]:
+    """One microbatch's fields, as checked where they arrive.
+
+    Integers, of which labels and other indices are some, may be up to the largest in the data: on
+    a GPU one label that the model has no class for costs the process its whole use of the device.
+    Fields with negative ones may hold anything, and so may integers between layers, of which only
+    the user's modules know what they are: a layer that looks something up by what another gave it
+    should clamp that first.
+    """
+    specs = {}
+    for name, array in samples.train.items():
+        shape = (microbatch_size, *array.shape[1:])
+        below = _below(array, samples.validation[name])
+        specs[name] = TensorSpec(shape, str(array.dtype), below)
+    return specs
+
+
+def _below(*arrays: np.ndarray) -> int | None:
+    """One more than the largest of these integers; None where they are none, or some negative."""
+    filled = [
+        each for array in arrays if (each := np.asarray(array)).size and each.dtype.kind in "iu"
+    ]
+    if not filled or any(array.dtype.kind == "i" and array.min() < 0 for array in filled):
+        return None
+    return 1 + max(int(array.max()) for array in filled)
 
 
 def load_pipeline(name: str) -> Pipeline:
@@ -218,13 +246,10 @@ class CustomPipeline(ModelPipeline):
     ) -> None:
         self.definition, self.seed, self.recompute = definition, seed, recompute
         self.autocast = None if dtype == "float32" else torch_dtype(dtype)
-        fields = definition.load_data().train
-        self.batch_spec = {
-            name: TensorSpec((microbatch_size, *array.shape[1:]), str(array.dtype))
-            for name, array in fields.items()
-        }
+        samples = definition.load_data()
+        self.batch_spec = batch_spec(samples, microbatch_size)
         self.num_stages = num_stages
-        self._check_weight(fields, microbatch_size)
+        self._check_weight(samples.train, microbatch_size)
         self._find_boundaries()
         self.cut = choose_cut(self.layer_costs, num_stages, cut)
 

@@ -76,12 +76,15 @@ class HuggingFaceStage(Stage):
         super().__init__(model, seed)
         self.first, self.last = start == 0, end == len(layers)
         self.autocast, self.inbox, self.basis = autocast, inbox, basis
+        self.hidden_dtype = anatomy.hidden_dtype
         self._frozen: Tensor | None = None  # of the microbatch whose forward is running
         for index in range(start, end):
             unit = f"{anatomy.layers}.{index}"
             run = self.unit_runner(unit, layers[index].forward, recompute)
             if basis is not None and start < index <= basis.layers:
                 run = self._through(basis, run)
+            elif autocast is not None and start < index:
+                run = self._cast(run)
             layers[index].forward = run
         if self.last:
             layers[end - 1].register_forward_hook(lambda *_: self.reseed("(head)"))
@@ -104,6 +107,15 @@ class HuggingFaceStage(Stage):
 
         return narrowed
 
+    def _cast(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """A layer that gets its input in the dtype that crosses a boundary before it, on a GPU too,
+        whose autocast leaves more in float32 than the CPU's, which was asked."""
+
+        def cast(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+            return run(hidden_states.to(self.hidden_dtype), *args, **kwargs)
+
+        return cast
+
     def _run(self, inputs: tuple[Tensor, ...], batch: Batch) -> Tensor:
         given: dict[str, Any] = {
             name: batch[name].long() for name in ("position_ids", "attention_mask") if name in batch
@@ -118,7 +130,7 @@ class HuggingFaceStage(Stage):
                 assert self._frozen is not None
                 hidden = self.basis.rebuild(hidden, self._frozen)
             self.inbox.hidden = hidden
-            given["inputs_embeds"] = hidden.detach()
+            given["inputs_embeds"] = hidden.detach().float()  # as embeddings are, before any layer
         device = batch["tokens"].device.type
         self.reseed("(embedding)")
         try:
@@ -129,7 +141,7 @@ class HuggingFaceStage(Stage):
             if self.basis is not None:
                 assert self._frozen is not None
                 return self.basis.project(reached.hidden, self._frozen)
-            return reached.hidden
+            return reached.hidden.to(self.hidden_dtype)
         finally:
             self.inbox.hidden = self._frozen = None
 

@@ -2,8 +2,9 @@
 
 Averaging, the optimizer and snapshots work on flat tensors; the module's parameters are views.
 Every parameter starts on a 64-byte boundary, because kernels may round by alignment and a stage
-must compute the same bits wherever its parameters lie. Parameters with two or more dimensions come
-first (weight decay acts on them), then the others and what is frozen (it has no gradient).
+must compute the same bits wherever its parameters lie. What weight decay acts on comes first:
+parameters with two or more dimensions but for norms and biases, which may have as many (a LayerNorm
+over planes, a bias per expert). Then the others and what is frozen (it has no gradient).
 Everything here that yields a number to be compared (norms, hashes, fingerprint) depends on the
 tensors alone, not on cut or threads.
 """
@@ -34,6 +35,16 @@ def _aligned(count: int) -> int:
     return -(-count // ALIGNMENT) * ALIGNMENT
 
 
+def _is_norm(module: nn.Module) -> bool:
+    """By its class; most families have their own. Batch and group norms have one dimension."""
+    return isinstance(module, nn.LayerNorm | nn.RMSNorm) or type(module).__name__.endswith("Norm")
+
+
+def _is_bias(name: str) -> bool:
+    last = name.rpartition(".")[2]
+    return last == "bias" or last.endswith("_bias")
+
+
 @dataclass(frozen=True)
 class ParameterLayout:
     """Where each parameter lies in the flat tensor; counts and offsets are in elements.
@@ -58,17 +69,25 @@ class ParameterLayout:
                     f"parameter {name} is {str(parameter.dtype).removeprefix('torch.')}",
                     "make all parameters float32; [model] dtype sets what they compute in",
                 )
-        frozen = {name for name, p in parameters if not p.requires_grad}
-        return cls.from_shapes({name: tuple(p.shape) for name, p in parameters}, frozen)
+        norms = {
+            id(p) for m in module.modules() if _is_norm(m) for p in m.parameters(recurse=False)
+        }
+        undecayed = {
+            name
+            for name, p in parameters
+            if not p.requires_grad or id(p) in norms or _is_bias(name)
+        }
+        return cls.from_shapes({name: tuple(p.shape) for name, p in parameters}, undecayed)
 
     @classmethod
     def from_shapes(
-        cls, shapes: Mapping[str, tuple[int, ...]], frozen: Container[str] = ()
+        cls, shapes: Mapping[str, tuple[int, ...]], undecayed: Container[str] = ()
     ) -> ParameterLayout:
-        """The layout for parameters given by name and shape, in key order."""
-        names = [n for n, shape in shapes.items() if len(shape) >= 2 and n not in frozen]
+        """The layout for parameters given by name and shape, in key order. Of less than two
+        dimensions or `undecayed` are those that weight decay leaves alone."""
+        names = [n for n, shape in shapes.items() if len(shape) >= 2 and n not in undecayed]
         num_decayed_names = len(names)
-        names += [n for n, shape in shapes.items() if len(shape) < 2 or n in frozen]
+        names += [n for n, shape in shapes.items() if len(shape) < 2 or n in undecayed]
         offsets, total, num_decayed = [], 0, 0
         for position, name in enumerate(names):
             offsets.append(total)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from swarm.model.cut import stage_range
+from swarm.model.layout import ParameterLayout
 from swarm.model.randomness import derive_seed, set_seed
 from swarm.spec import TensorSpec
 
@@ -204,6 +205,10 @@ class ModelPipeline(ABC):
     @abstractmethod
     def build_stage(self, stage: int, device: str | torch.device = "cpu") -> Stage:
         """Stage `stage` with its first weights; the same whatever the cut and the device."""
+
+    def layout(self, stage: int) -> ParameterLayout:
+        """Where a stage's parameters lie in its flat state; costs no memory."""
+        return ParameterLayout.of(self.build_stage(stage, "meta"))
 
     def check(self) -> None:  # noqa: B027  (nothing to prove by default)
         """For whoever starts a run: raises PipelineError if the cut changes numbers."""

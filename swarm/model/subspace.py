@@ -119,7 +119,11 @@ class Basis:
         return self._on[device]
 
     def frozen(self, tokens: Tensor) -> Tensor:
-        """(batch, seq) token ids to (batch, seq, hidden)."""
+        """(batch, seq) token ids of any integer dtype to (batch, seq, hidden) float32.
+
+        An id outside the vocabulary raises IndexError on a CPU and costs the process its device on
+        a GPU; `swarm.wire.frames.check_indices` refuses it where it arrives.
+        """
         return F.embedding(tokens.long(), self.table)
 
     def project(self, hidden: Tensor, frozen: Tensor) -> Tensor:
@@ -128,7 +132,10 @@ class Basis:
             return seam((hidden.float() - frozen) @ self.u)
 
     def rebuild(self, r: Tensor, frozen: Tensor) -> Tensor:
-        """The residual stream of an `r`."""
+        """The residual stream (batch, seq, hidden) of an `r` (batch, seq, k), as `project` gave it.
+
+        All float32, under autocast too; torch raises RuntimeError for an `r` of another dtype.
+        """
         with torch.autocast(r.device.type, enabled=False):
             return frozen + seam(r) @ self.ut
 

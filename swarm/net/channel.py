@@ -34,7 +34,7 @@ from swarm.errors import (
 from swarm.net.transport import Buffer, Stream
 from swarm.tasks import TaskSet
 from swarm.wire.codecs import TensorMeta, WireTensor, allocate_bytes
-from swarm.wire.frames import encode_frame, read_frame
+from swarm.wire.frames import encode_frame, no_tensors, read_frame
 
 HEARTBEAT_S = 1.0
 SILENCE_S = 5.0
@@ -83,12 +83,6 @@ class Method:
 
     handle: Handle
     check: Check
-
-
-def no_tensors(_: Header, metas: Sequence[TensorMeta]) -> None:
-    """The check of a method that takes a body only."""
-    if metas:
-        raise WireError(f"{len(metas)} tensors where none belong")
 
 
 async def read_hello(stream: Stream) -> Header:

@@ -99,9 +99,6 @@ class Codec(Protocol):
     def accepts(self, dtype: str) -> bool:
         """Whether tensors of this logical dtype can be encoded."""
 
-    def lossless(self, dtype: str) -> bool:
-        """Whether `decode(encode(x))` is `x` bit for bit for this dtype (NaN payloads aside)."""
-
     def nbytes_bounds(self, dtype: str, shape: Sequence[int]) -> tuple[int, int]:
         """The least and the most bytes an encoded tensor may have."""
 
@@ -170,11 +167,6 @@ def codec_for(dtype: str, codec: str) -> str:
     return codec if get_codec(codec).accepts(dtype) else "raw"
 
 
-def is_lossless(codec: str, dtype: str) -> bool:
-    """Whether tensors of `dtype` survive `codec` unchanged (DESIGN I6 asks for such codecs)."""
-    return get_codec(codec_for(dtype, codec)).lossless(dtype)
-
-
 # Tensors as little-endian bytes ------------------------------------------------------------------
 
 
@@ -237,10 +229,6 @@ class PlainCodec:
     def accepts(self, dtype: str) -> bool:
         return self.wire_dtype is None or _TORCH_DTYPE[dtype].is_floating_point
 
-    def lossless(self, dtype: str) -> bool:
-        stored = self.stored(dtype)
-        return torch.promote_types(stored, _TORCH_DTYPE[dtype]) is stored
-
     def stored(self, dtype: str) -> torch.dtype:
         return _TORCH_DTYPE[self.wire_dtype or dtype]
 
@@ -292,9 +280,6 @@ class BlockCodec:
     def accepts(self, dtype: str) -> bool:
         return _TORCH_DTYPE[dtype].is_floating_point
 
-    def lossless(self, dtype: str) -> bool:
-        return False
-
     def planes(self, dtype: str) -> int:
         return 1
 
@@ -323,9 +308,6 @@ class ZstdCodec:
 
     def accepts(self, dtype: str) -> bool:
         return self.plain.accepts(dtype)
-
-    def lossless(self, dtype: str) -> bool:
-        return self.plain.lossless(dtype)
 
     def nbytes_bounds(self, dtype: str, shape: Sequence[int]) -> tuple[int, int]:
         size, _ = self.plain.nbytes_bounds(dtype, shape)

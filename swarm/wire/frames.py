@@ -43,7 +43,7 @@ from swarm.wire.codecs import (
     decode,
 )
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 FRAME_VERSION = 1
 MAGIC = b"SWP"
 MAX_HEADER_BYTES = 1 << 20
@@ -165,9 +165,10 @@ def check_indices(tensors: Sequence[WireTensor], specs: Sequence[TensorSpec]) ->
                 raise WireError(f"tensor {i} holds {found}, 0 to {spec.below - 1} expected")
 
 
-def check_no_tensors(header: Mapping[str, Any], metas: Sequence[TensorMeta]) -> None:
-    """A `check` for messages that carry a header only."""
-    check_tensors(metas, (), "raw")
+def no_tensors(header: Mapping[str, Any], metas: Sequence[TensorMeta]) -> None:
+    """A `check` for messages that carry a header only. Raises WireError."""
+    if metas:
+        raise WireError(f"{len(metas)} tensors where none belong")
 
 
 def _describe(dtype: str, shape: tuple[int, ...], codec: str) -> str:

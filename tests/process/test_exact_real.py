@@ -15,10 +15,11 @@ import pytest
 import torch
 
 from peer.baseline import Baseline
-from peer.launch import open_data, plan_of, stamp, whole_model
+from peer.launch import plan_of, stamp, whole_model
 from peer.local import LocalSwarm
 from swarm.config import RunConfig, load_config
 from swarm.config_fields import ValidationSection
+from swarm.data import build_dataset
 from swarm.net.identity import load_identity
 from tests.process.forks import Forks, toml
 
@@ -33,7 +34,7 @@ def oracle(config: RunConfig, steps: int, cache: Path) -> tuple[str, list[float]
     the peers have."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    dataset = open_data(config, cache)
+    dataset = build_dataset(config, cache)
     try:
         model = Baseline(plan_of(config), whole_model(config), dataset, config.optimizer)
         losses = [step.validation_loss for step in model.steps(steps)]

@@ -20,9 +20,10 @@ import pytest
 import torch
 
 from peer.baseline import Baseline
-from peer.launch import open_data, plan_of, stamp, whole_model
+from peer.launch import plan_of, stamp, whole_model
 from peer.local import LEADER, LocalSwarm, warm_up
 from swarm.config import RunConfig, canonical_bytes, load_config
+from swarm.data import build_dataset
 from swarm.errors import DeviceError, ListenError, SwarmError
 from swarm.net.identity import load_identity
 from tests.process import local_stand_ins
@@ -79,7 +80,7 @@ def baseline_sha256(config: RunConfig, cache_dir: Path) -> str:
     """Computed with as many threads as the peers have: another number rounds differently."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    dataset = open_data(config, cache_dir)
+    dataset = build_dataset(config, cache_dir)
     baseline = Baseline(plan_of(config), whole_model(config), dataset, config.optimizer)
     for _ in baseline.steps(config.schedule.steps):
         pass

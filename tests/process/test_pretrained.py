@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from peer.commands import evaluate_export
-from peer.launch import open_data, stamp
+from peer.launch import stamp
 from swarm.config import load_config
+from swarm.data import build_dataset
 from swarm.data.tokenizer import train_bpe
 from swarm.model.huggingface import token_loss
 from tests.process.forks import Forks
@@ -96,7 +97,7 @@ def test_a_swarm_goes_on_from_pretrained_weights(
     *steps, final = [json.loads(line) for line in (tmp_path / "report").read_text().splitlines()]
 
     config = stamp(load_config("run.toml"), "test", tmp_path / "cache" / "swarm-parallel")
-    dataset = open_data(config, tmp_path / "cache" / "swarm-parallel")
+    dataset = build_dataset(config, tmp_path / "cache" / "swarm-parallel")
     tokenizer = AutoTokenizer.from_pretrained(directory)
     seen = dataset.batch(0, 0)["tokens"][0]
     assert seen.max() > 255  # tokens of its BPE

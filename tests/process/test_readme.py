@@ -78,6 +78,7 @@ def test_your_own_run(run: Callable[..., Command], tmp_path: Path) -> None:
     assert up[-1]["loss"] < up[0]["loss"] - 0.8, "it does not learn"
     assert [each["loss"] for each in up] == [each["loss"] for each in baseline]
     assert final["sha256"] == same["sha256"]
+    assert final["stages"] == same["stages"]
     assert f"finished: {LEARNING} steps, sha256 {final['sha256']}" in said["up"].out
     assert f"finished: {LEARNING} steps, sha256 {final['sha256']}" in said["baseline"].out
     assert "finished" in said["status"].out
@@ -152,3 +153,4 @@ def test_what_is_proven_at_first(run: Callable[..., Command], tmp_path: Path) ->
         )
         assert [each["loss"] for each in steps] == [each["loss"] for each in others]
         assert final["sha256"] == same["sha256"], path
+        assert final["stages"] == same["stages"], path

@@ -159,6 +159,7 @@ class AdaptiveSwarm(Swarm):
                 OPTIMIZER,
                 self.trainer_ids,
                 find_leader,
+                num_microbatches=self.plan.num_microbatches,
                 stage=stage,
                 slots=self.slots,
                 kept_bytes=self.kept_bytes,

@@ -340,6 +340,7 @@ class Swarm:
             self.optimizer,
             self.trainer_ids,
             find_leader,
+            num_microbatches=self.plan.num_microbatches,
             stage=stage,
             accumulate=self.accumulate,
             codecs=self.codecs,

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from peer.baseline import Baseline
 from peer.calls import MicrobatchCall
 from peer.inquiries import validate
 from peer.kept import Work
@@ -29,7 +30,15 @@ from swarm.net.channel import Channel, Message
 from swarm.net.links import Links
 from swarm.terms import Term
 from swarm.wire.boundaries import BoundaryCodecs
-from tests.protocol.simulated import Fault, Swarm, baseline, plan
+from tests.protocol.simulated import (
+    OPTIMIZER,
+    Fault,
+    Swarm,
+    TinyBatches,
+    baseline,
+    plan,
+    shared_pipeline,
+)
 
 POINTS = ["forward", "sent", "backward", "counted", "average", "prepared", "commit", "committed"]
 
@@ -47,6 +56,22 @@ def test_a_replica_dies_wherever_it_is(point: str) -> None:
             swarm = Swarm(seed=stage, faults=[fault])
             assert swarm.run()["sha256"] == expected
             assert swarm.fired == [fault], "nothing was injected"
+
+
+def test_the_hashes_of_each_stage_are_those_of_the_one_process() -> None:
+    swarm, found = Swarm(cut=(2, 1, 2)), []
+
+    def keep() -> None:
+        for name in ("r0.0", "r1.0", "r2.0"):
+            server = swarm.members[name].server
+            assert server is not None
+            found.append(server.state.tensor_hashes())
+
+    swarm.at_end = keep
+    swarm.run()
+    oracle = Baseline(plan(), shared_pipeline(1), TinyBatches(), OPTIMIZER)
+    list(oracle.steps(3))
+    assert oracle.stage_hashes(swarm.pipeline) == found
 
 
 def test_a_neighbour_that_greets_as_of_another_run_is_what_is_wrong(

@@ -24,11 +24,12 @@ from peer.training import StepResult
 from swarm.compute import Kind
 from swarm.consensus import on_prepare
 from swarm.errors import RefusedError, StageFailedError
-from swarm.net.channel import CallFailedError, Channel, Message, Method, no_tensors
+from swarm.net.channel import CallFailedError, Channel, Message, Method
 from swarm.net.links import Links
 from swarm.sim.virtual_time import run
 from swarm.terms import Record, Term
 from swarm.wire.codecs import encode
+from swarm.wire.frames import no_tensors
 from tests.protocol.simulated import (
     LEADER,
     RUN_ID,
@@ -878,7 +879,7 @@ def test_a_commit_that_does_not_come_is_blamed_on_who_waits_for_it(
         step = server.parts.ledger.step + 1
         call = MicrobatchCall(leader.term, step, 0, 1, 0, route, 1, 16.0, False)
         y = encode(torch.zeros(4, 8), "float32")
-        wires = [*leader.encode(TinyBatches().batch(step, 0)), y]
+        wires = [*leader.microbatches.encode(TinyBatches().batch(step, 0)), y]
         with pytest.raises(CallFailedError, match="did not arrive") as refused:
             await channel.call("microbatch", call.body(), wires)
         assert (refused.value.kind, refused.value.detail) == ("refused", {"hop": 1})
@@ -1008,9 +1009,9 @@ def test_a_call_cannot_raise_the_term() -> None:
         call = MicrobatchCall(term, 1, 0, 1, 0, route, 1, 16.0, False)
         batch = TinyBatches().batch(1, 0)
         assert swarm.leader is not None
-        y = encode(torch.zeros(4, 8), "float32")
+        wires = [*swarm.leader.microbatches.encode(batch), encode(torch.zeros(4, 8), "float32")]
         with pytest.raises(CallFailedError, match="term") as refused:
-            await channel.call("microbatch", call.body(), [*swarm.leader.encode(batch), y])
+            await channel.call("microbatch", call.body(), wires)
         assert refused.value.kind == "refused"
         assert server.parts.ledger.term == before
         await links.aclose()

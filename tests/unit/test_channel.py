@@ -27,13 +27,12 @@ from swarm.net.channel import (
     Channel,
     Message,
     Method,
-    no_tensors,
 )
 from swarm.net.links import PROTOCOL, VERSION_PROTOCOL, Links
 from swarm.net.memory import MemoryNetwork
 from swarm.sim.virtual_time import run
 from swarm.wire.codecs import decode, encode
-from swarm.wire.frames import check_tensors, encode_frame
+from swarm.wire.frames import check_tensors, encode_frame, no_tensors
 
 RUN = "run"
 

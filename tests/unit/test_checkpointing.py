@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from peer import checkpointing, checkpoints
-from peer.checkpointing import Checkpointer, stage_layout
+from peer.checkpointing import Checkpointer
 from peer.snapshots import Snapshot
 from swarm.config import parse_config
 from swarm.errors import RefusedError, StorageError
@@ -47,7 +47,7 @@ class Taking:
 
     async def states(self, leader: Any) -> list[Snapshot]:
         step = leader.next_step
-        layouts = [stage_layout(self.pipeline, k) for k in range(self.pipeline.num_stages)]
+        layouts = [self.pipeline.layout(k) for k in range(self.pipeline.num_stages)]
         return [
             Snapshot(step, step, "", None, {"parameters": torch.full((each.total,), float(step))})
             for each in layouts

@@ -158,6 +158,29 @@ def test_what_a_run_needs_to_know() -> None:
     assert next(iter(dict(cut_into(2, 2).build_stage(1).named_parameters()))) == "c.linear.weight"
 
 
+def test_integers_may_be_up_to_the_largest_in_the_data() -> None:
+    def part(*y: int) -> dict[str, np.ndarray]:
+        count = len(y)
+        return {
+            "x": np.zeros((count, 8), "float32"),
+            "y": np.array(y, "int64"),
+            "ignored": np.full(count, -1, "int8"),
+            "mask": np.ones(count, "bool"),
+            "none": np.zeros((count, 0), "uint8"),
+        }
+
+    def below(train: dict[str, np.ndarray], validation: dict[str, np.ndarray]) -> dict[str, Any]:
+        data = SimpleNamespace(train=train, validation=validation)
+        spec = cut_into(4, of=definition(data=lambda: data)).batch_spec
+        return {name: each.below for name, each in spec.items()}
+
+    free = dict.fromkeys(("x", "ignored", "mask", "none"))
+    assert below(part(0, 2), part(1, 5, 3)) == {**free, "y": 6}
+    assert below(part(0, 7), part(1, 3)) == {**free, "y": 8}
+    assert below(part(0, 7), part()) == {**free, "y": 8}
+    assert below(part(0, 7), part(-100, 3)) == {**free, "y": None}
+
+
 def test_validation_has_no_dropout() -> None:
     class Half(nn.Module):
         def __init__(self) -> None:
@@ -245,6 +268,22 @@ def test_what_is_no_function_of_parameters_and_inputs_is_refused(
 def test_layers_without_names_are_refused() -> None:
     with pytest.raises(PipelineError, match="layers is no mapping"):
         definition(layers=[Widen])
+
+
+class Planes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm((4, 8)), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return self.linear(self.norm(x))
+
+
+def test_a_stages_norm_over_planes_is_not_decayed() -> None:
+    """It is told by its module, whatever the stage calls its parameters."""
+    layout = cut_into(1, of=definition(layers={"a": Planes})).layout(0)
+    assert layout.names == ("a.linear.weight", "a.norm.weight", "a.norm.bias", "a.linear.bias")
+    assert layout.num_decayed == 64
 
 
 def test_batch_norm_without_statistics_is_fine() -> None:

@@ -303,6 +303,7 @@ def test_custom_arrays(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dataset = build(config, cache)
     batch = dataset.batch(0, 1)
     assert [dataset.batch_spec[n].shape for n in batch] == [(4, 3), (4,)]
+    assert [dataset.batch_spec[n].below for n in batch] == [None, 50]
     assert np.array_equal(batch["x"], x[batch["y"]])
     assert dataset.validation_batch(2)["y"].tolist() == [48, 49, 40, 41]
     assert dataset.tokenizer is None

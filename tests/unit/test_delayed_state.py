@@ -246,7 +246,7 @@ def test_an_answer_computed_again_while_a_step_is_committed_leaves_no_gradient_b
     """Its graph is of what was the newest version when the forward ran, and so is its backward:
     what that leaves in the parameters of a version would be added to a microbatch of another."""
     ours, shape = state(), shared_pipeline(1)
-    server = StageServer(0, ours, shape, InlineCompute(), ahead=WHOLE)
+    server = StageServer(0, ours, shape, InlineCompute(), num_microbatches=4, ahead=WHOLE)
     call = MicrobatchCall(Term(0, 1, "t#1"), 0, 1, 1, 0, ("a#1",), 0, 4.0, False)
     fields = [encode(each, FIELDS_CODEC) for _, each in sorted(batch(0).items())]
 

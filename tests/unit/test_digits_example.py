@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
@@ -9,8 +10,11 @@ import pytest
 import torch
 
 from swarm.config import load_config
-from swarm.errors import ConfigError
+from swarm.data import build_dataset
+from swarm.errors import ConfigError, WireError
 from swarm.model import ParameterLayout, build_pipeline, load_pipeline, model_sha256
+from swarm.wire.codecs import encode
+from swarm.wire.frames import check_indices
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "digits"
 
@@ -52,6 +56,27 @@ def test_its_run_can_be_cut_anywhere_and_learns() -> None:
         optimizer.zero_grad()
         losses.append(loss.item() / 64)
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_a_label_of_no_digit_is_refused_in_one_line() -> None:
+    """Before a device sees it."""
+    pytest.importorskip("sklearn.datasets", reason="pip install scikit-learn")
+    config = load_config(EXAMPLE / "run.toml")
+    spec = build_pipeline(config).batch_spec
+    with contextlib.closing(build_dataset(config)) as dataset:
+        assert dataset.batch_spec == spec
+        fields = {name: torch.from_numpy(each) for name, each in dataset.batch(0, 0).items()}
+    specs = [spec[name] for name in sorted(fields)]
+
+    def arrive() -> None:
+        check_indices([encode(fields[name], "raw+zstd") for name in sorted(fields)], specs)
+
+    arrive()
+    for wrong in (10, 200):
+        fields["label"][3] = wrong
+        with pytest.raises(WireError) as refused:
+            arrive()
+        assert str(refused.value) == f"tensor 1 holds {wrong}, 0 to 9 expected"
 
 
 def test_without_scikit_learn_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from swarm.errors import ConfigError, PipelineError
 from swarm.model import ParameterLayout, backward, model_sha256
-from swarm.model.hf_carve import build_model
+from swarm.model.hf_carve import Anatomy, build_model, trace
 from swarm.model.hf_check import check_splittable
 from swarm.model.hf_config import inline_config, pretrained_config
 from swarm.model.huggingface import HuggingFacePipeline, token_loss
@@ -127,6 +128,25 @@ def test_bfloat16_computes_so_over_float32_weights() -> None:
     assert {
         p.dtype for p in pipeline_of("gpt2", [5], dtype="bfloat16").build_stage(0).parameters()
     } == {torch.float32}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_device_whose_autocast_leaves_more_in_float32_sends_what_is_expected(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is asked what crosses a boundary is a CPU. Here all leave the stream in float32, and
+    bfloat16 is expected: that is what crosses (`run` looks), and the cut changes no bit."""
+
+    def narrower(*args: Any) -> Anatomy:
+        return replace(trace(*args), hidden_dtype=torch.bfloat16)
+
+    _, wider = run(pipeline_of(family, [5], dtype="bfloat16"))
+    monkeypatch.setattr("swarm.model.huggingface.trace", narrower)
+    _, whole = run(pipeline_of(family, [5], dtype="bfloat16"))
+    pipeline = pipeline_of(family, [2, 2, 1], dtype="bfloat16")
+    assert pipeline.boundary(0)[0].dtype == "bfloat16"
+    assert_same(run(pipeline)[1], whole)
+    assert not torch.equal(whole["logits"], wider["logits"])
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -15,6 +15,8 @@ from torch import nn
 from swarm.errors import PipelineError
 from swarm.model import ParameterLayout, fingerprint, model_sha256, sha256_of
 from swarm.model.layout import squared_norm_of
+from swarm.optim import make_optimizer
+from tests.protocol.tiny import OPTIMIZER
 
 
 def a_module() -> nn.Sequential:
@@ -35,6 +37,40 @@ def test_what_is_frozen_is_not_decayed() -> None:
     layout = ParameterLayout.of(module)
     assert layout.names[:2] == ("2.weight", "0.weight")
     assert layout.num_decayed == 32
+
+
+class HeadNorm(nn.Module):
+    """A norm of its own for every head, and something beside it that is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 8))
+        self.scale = nn.Linear(8, 4)
+
+
+class Experts(nn.Module):
+    """As in gpt-oss, all in one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(2, 3, 4))
+        self.up_bias = nn.Parameter(torch.zeros(2, 4))
+        self.bias = nn.Parameter(torch.zeros(2, 4))
+
+
+def test_norms_and_biases_are_not_decayed_whatever_their_dimensions() -> None:
+    parts = {"layer": nn.LayerNorm((8, 8)), "rms": nn.RMSNorm((2, 3)), "group": nn.GroupNorm(2, 4)}
+    module = nn.ModuleDict({**parts, "own": HeadNorm(), "x": Experts()})
+    layout = ParameterLayout.of(module)
+    places = dict(zip(layout.names, layout.offsets, strict=True))
+    decayed = {name for name, offset in places.items() if offset < layout.num_decayed}
+    assert decayed == {"own.scale.weight", "x.up"}
+    assert places.keys() == {name for name, _ in module.named_parameters()}
+    optimizer = make_optimizer(OPTIMIZER, layout)
+    flat = torch.ones(layout.total)
+    optimizer.step(flat, torch.zeros_like(flat), lr=0.1, scale=1.0, step=1)
+    shrunk = {name for name, part in layout.slices(flat).items() if bool((part < 1).any())}
+    assert shrunk == decayed
 
 
 def test_parameters_become_views_that_keep_their_values() -> None:

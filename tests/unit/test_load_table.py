@@ -16,6 +16,7 @@ from peer.launch import plan_of
 from peer.measure import StageFacts
 from peer.members import Member, Members, Offer, Standing
 from peer.rebalancing import RESERVED_S, Rebalancing
+from swarm.ahead import NONE
 from swarm.config import load_config
 from swarm.placement import LoadTable, PeerLoad, plan_moves
 from swarm.routing import Router
@@ -38,9 +39,7 @@ def leader_of(*members: Member) -> Any:
             stage_cost=SHAPES.__getitem__,
             build_stage=lambda stage, device: torch.nn.Linear(1000, SIZES[stage], device=device),
         ),
-        plan=SimpleNamespace(
-            optimizer=None, accumulate="float64", num_microbatches=8, steps_in_flight=1
-        ),
+        plan=SimpleNamespace(optimizer=None, accumulate="float64", num_microbatches=8, ahead=NONE),
         fixed_slots=None,
     )
 

@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from peer.commands import run_baseline
 from peer.report import ReportWriter, final_report
 from swarm.errors import StorageError
 from swarm.model.layout import ParameterLayout, model_sha256
 
 RUN = "0123456789abcdef0123456789abcdef"
+DIGITS = Path(__file__).parents[2] / "examples" / "digits" / "run.toml"
 
 
 @dataclass
@@ -132,6 +134,21 @@ def test_the_models_hash_is_the_same_whatever_the_cut() -> None:
         model["a"].bias += 1
     with pytest.raises(ValueError, match=r"c\.weight"):
         final_report(order, [stages[0], {"b.weight": "", "b.bias": ""}], **facts)
+
+
+def test_a_baselines_last_line_has_a_hash_of_each_stage(tmp_path: Path) -> None:
+    """Of the run's stages, as a swarm's has; tests/process shows that they are the same."""
+    run_baseline(
+        DIGITS,
+        steps=1,
+        report=tmp_path / "report",
+        threads=torch.get_num_threads(),
+        device="cpu",
+        resume=None,
+    )
+    final = json.loads((tmp_path / "report").read_text().splitlines()[-1])
+    assert len(final["stages"]) == 3
+    assert len({final["sha256"], *final["stages"]}) == 4
 
 
 def test_without_a_path_nothing_is_written() -> None:

@@ -198,6 +198,31 @@ def test_sending_only_r_does_not_change_the_gradients(
         assert apart[name] <= 3e-6 * norm, (name, apart[name] / norm)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_in_bfloat16_sending_only_r_loses_less_than_bfloat16_does(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of logits and gradients, against the same model whose stream flows on whole."""
+    batch = a_batch()
+
+    def computed(dtype: str) -> tuple[Tensor, Tensor]:
+        whole = trained(a_pipeline(family, dtype=dtype))
+        whole.eval()
+        whole((), batch)[0].backward()
+        gradients = [parameter.grad.flatten() for _, parameter in whole.named_parameters()]
+        return whole.logits((), batch).detach().double(), torch.cat(gradients).double()
+
+    through = computed("bfloat16")
+    monkeypatch.setattr(Basis, "project", lambda self, hidden, frozen: hidden)
+    monkeypatch.setattr(Basis, "rebuild", lambda self, r, frozen: r)
+    straight, exact = computed("bfloat16"), computed("float32")
+    assert not torch.equal(through[1], straight[1])
+    for sent, flowed, unrounded in zip(through, straight, exact, strict=True):
+        rounding = float((flowed - unrounded).norm())
+        assert 0.0 < rounding <= 0.01 * float(unrounded.norm())
+        assert float((sent - flowed).norm()) <= 0.7 * rounding
+
+
 def test_the_basis_is_orthonormal_and_has_the_same_bits_everywhere() -> None:
     for rows, columns in ((7, 3), (128, 32), (384, 64)):
         u = orthonormal(rows, columns, 5).double()
@@ -235,13 +260,16 @@ class Batches:
         return self.batch(999, index)
 
 
-def test_a_swarm_that_loses_a_replica_ends_as_one_process() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_swarm_that_loses_a_replica_ends_as_one_process(dtype: str) -> None:
     """I6, with only `r` on the wire and activations recomputed in the backward."""
-    whole = Baseline(plan(), a_pipeline(subspace_layers=2), Batches(), OPTIMIZER)
+    options: Any = {"subspace_layers": 2, "dtype": dtype}
+    whole = Baseline(plan(), a_pipeline(**options), Batches(), OPTIMIZER)
     list(whole.steps(3))
     fault = Fault("counted", "kill", replica="r1.1", step=1)
     swarm = Swarm(batches=Batches(), faults=[fault])
-    swarm.pipeline = a_pipeline(stages=3, cut=(1, 1, 2), subspace_layers=2, recompute=True)
+    swarm.pipeline = a_pipeline(stages=3, cut=(1, 1, 2), recompute=True, **options)
+    assert swarm.pipeline.boundary(0)[0].dtype == "float32", "r is not rounded to send it"
     assert swarm.run()["sha256"] == whole.report()["sha256"]
     assert swarm.fired
 

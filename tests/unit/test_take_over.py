@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from peer import checkpoints
-from peer.checkpointing import stage_layout, write_state
+from peer.checkpointing import write_state
 from peer.inquiries import snapshot_mark
 from peer.resume import PARENT, SavedStates
 from peer.snapshots import Snapshot
@@ -45,7 +45,7 @@ def write(run_dir: Path, config: RunConfig, step: int, epoch: int = 0) -> Path:
     staging = checkpoints.begin(run_dir, step)
     entries = []
     for stage in range(pipeline.num_stages):
-        layout = stage_layout(pipeline, stage)
+        layout = pipeline.layout(stage)
         tensors = {"parameters": torch.full((layout.total,), float(step))}
         for name, each in make_optimizer(config.optimizer, layout, "cpu").state().items():
             tensors[f"optimizer.{name}"] = each.clone()

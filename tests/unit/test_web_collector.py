@@ -9,12 +9,13 @@ from typing import Any
 
 from swarm.config import canonical_bytes, parse_toml, with_trainers
 from swarm.config_text import default_toml
-from swarm.net.channel import Channel, Message, Method, no_tensors
+from swarm.net.channel import Channel, Message, Method
 from swarm.net.link import JoinLink
 from swarm.net.links import Links
 from swarm.net.memory import MemoryNetwork
 from swarm.net.records import leader_key, peers_key
 from swarm.sim.virtual_time import run
+from swarm.wire.frames import no_tensors
 from tests.unit.web_runs import NOW, answer, board, peer_ids, row
 from web.collector import Collector
 
