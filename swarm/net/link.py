@@ -116,9 +116,7 @@ def _wrong_with_value(name: str, value: str) -> str:
     if name in ("ip4", "ip6"):
         try:
             (ipaddress.IPv4Address if name == "ip4" else ipaddress.IPv6Address)(value)
-            valid = (
-                "%" not in value
-            )  # a zone, which is any text, and has no place in a multiaddress
+            valid = "%" not in value  # a zone: any text, which has no place in a multiaddress
         except ValueError:
             valid = False
         if not valid:
