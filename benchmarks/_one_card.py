@@ -48,6 +48,7 @@ def run_config(
     microbatches: int = 4,
     microbatch_size: int = 4,
     accumulate: str = "float64",
+    dtype: str = "float32",
 ) -> RunConfig:
     """A byte-level Llama in two stages, on Python's own sources."""
     llama = {
@@ -62,7 +63,7 @@ def run_config(
     return parse_config(
         {
             "run": {"name": "one card"},
-            "model": {"stages": STAGES, "config": llama},
+            "model": {"stages": STAGES, "config": llama, "dtype": dtype},
             "data": {"sequence": sequence},
             "batch": {"microbatches": microbatches, "microbatch_size": microbatch_size},
             "schedule": {"steps": 1000},

@@ -18,6 +18,8 @@ import torch
 from _helpers import serve_lines
 from _plain_model import Batches, add_options, build, loss_sum, num_parameters
 
+from peer.launch import keep_freed_memory
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -27,6 +29,7 @@ def main() -> None:
     parser.add_argument("--fused", action="store_true", help="torch's fused AdamW")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    keep_freed_memory()  # as a peer does
     model = build(options)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=options.lr, fused=options.fused or None)

@@ -1,8 +1,10 @@
 """What the speed comparisons train: a byte-level Llama, 14.4 M parameters, on Python's own sources.
 
 Plain torch and transformers, nothing of this project, so that the programs it is compared with
-(`_one_process`, `_torch_pipelining`) stand on their own. The swarm side builds the same config from
-`LLAMA`. A model is cut in two by calling `Half` with the layers of each side.
+(`_one_process`, `_torch_pipelining`) stand on their own. All they take from it is
+`keep_freed_memory`: a setting of the C library, worth some percent, that no side should have alone.
+The swarm side builds the same config from `LLAMA`. A model is cut in two by calling `Half` with the
+layers of each side.
 """
 
 from __future__ import annotations

@@ -25,6 +25,8 @@ from _helpers import serve_lines
 from _plain_model import Batches, Half, add_options, build, loss_sum, num_parameters
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
+from peer.launch import keep_freed_memory
+
 RANKS = 2
 
 
@@ -42,6 +44,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     rank = options.rank
     torch.set_num_threads(options.threads)
+    keep_freed_memory()  # as a peer does
     dist.init_process_group(
         "gloo",
         init_method=f"file://{options.store}",

@@ -139,7 +139,11 @@ class Measured:
         self.lab = lab
         self.server = self._start(lab.hosts[0], "serve")
         assert self.server.stdout is not None
-        port = self.server.stdout.readline()
+        try:
+            port = self.server.stdout.readline()
+        except BaseException:  # interrupted
+            self.server.kill()
+            raise
         if not port:
             _, errors = self.server.communicate()
             raise _failed("serve", lab.hosts[0], errors)
@@ -161,7 +165,11 @@ class Measured:
         """Run a client in each of the hosts at once; what each found."""
         server = (self.lab.hosts[0].address, str(self.port))
         clients = [self._start(host, arguments[0], *server, *arguments[1:]) for host in hosts]
-        heard = [client.communicate() for client in clients]
+        try:
+            heard = [client.communicate() for client in clients]
+        finally:  # also when interrupted: without a hub they would wait for a quarter of an hour
+            for client in clients:
+                client.kill()
         for host, client, (_, errors) in zip(hosts, clients, heard, strict=True):
             if client.returncode != 0:
                 raise _failed(arguments[0], host, errors)

@@ -39,7 +39,11 @@ def start(lab: Lab, connections: int) -> Members:
         ]  # fmt: skip
 
     members = Members("streams", len(lab.hosts), wrap)
-    members.introduce(f"tcp://{lab.hosts[0].address}:{GLOO_PORT}")
+    try:
+        members.introduce(f"tcp://{lab.hosts[0].address}:{GLOO_PORT}")
+    except BaseException:
+        members.close()
+        raise
     return members
 
 

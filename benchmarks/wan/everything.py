@@ -1,7 +1,8 @@
 """All measurements of the lab, one after the other, as `docs/results.md` names them.
 
 It should take two and a half hours on two cores with nothing else to do, and never takes more
-than twice that: a command that takes more than twice its time is ended. What each prints is kept in
+than twice that: a command that takes more than twice its time is ended, and so is the present one
+by Ctrl-C; as by Ctrl-C itself, so that it takes down its lab. What each prints is kept in
 `benchmarks/out/`, its last line as JSON; a goal that is missed is a result, not a failure. Needs
 root.
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -29,6 +31,7 @@ OUT = ROOT / "benchmarks" / "out"
 RESULTS = '{"bench"'
 END_S = 60.0  # for a command that is told to end
 TIMED_OUT = 124  # what `timeout` then returns
+INTERRUPTED = 130
 
 
 class Command(NamedTuple):
@@ -115,15 +118,17 @@ def run(name: str, command: Command) -> bool:
     limit_s = 120 * command.minutes
     print(f"== {name}: {command.command}   (goes to {text.name})", flush=True)
     with text.open("w") as out, (OUT / f"wan_{name}.err").open("w") as errors:
+        # A second Ctrl-C would end the cleaning up. So `timeout` tells the command alone, once, and
+        # not also the group that both would be (--foreground), and a terminal tells neither.
         process = subprocess.Popen(
-            ["timeout", "--kill-after", str(END_S), str(limit_s),
+            ["timeout", "--foreground", "--signal", "INT", "--kill-after", str(END_S), str(limit_s),
              sys.executable, str(HERE / file), *arguments],
-            cwd=ROOT, stdout=out, stderr=errors,
+            cwd=ROOT, stdout=out, stderr=errors, start_new_session=True,
         )  # fmt: skip
         try:
             process.wait()
         finally:  # also when this process is told to end
-            process.terminate()
+            process.send_signal(signal.SIGINT)
             process.wait()
     lines = text.read_text().splitlines(keepends=True)
     print("".join(line for line in lines if not line.startswith(RESULTS)), end="", flush=True)
@@ -167,3 +172,6 @@ if __name__ == "__main__":
         main()
     except LabError as error:
         raise SystemExit(f"error: {error}") from None
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None

@@ -45,7 +45,7 @@ FROZEN_SCALE = 20.0
 
 # What families call the projections that write to the residual stream.
 WRITERS = ("o_proj", "down_proj", "c_proj", "out_proj", "dense", "dense_4h_to_h", "fc2", "fc_out",
-           "wo", "w2")  # fmt: skip
+           "w2")  # fmt: skip
 NOT_WRITERS = "use llama, qwen3, gpt2 without dropout or the like, or leave subspace out"
 
 

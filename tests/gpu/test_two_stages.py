@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import statistics
+from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks._one_card import Swarm, compare, run_config
+from benchmarks._one_card import STAGES, Swarm, compare, run_config
 from peer.baseline import Baseline
 from peer.launch import be_exact, plan_of, whole_model
+from swarm.config import RunConfig, load_config
 from swarm.data import build_dataset
 
 pytestmark = [
@@ -23,12 +25,23 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
 ]
 DEVICE = "cuda:0"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "exact.toml"
 STEPS = 3
 
 
-def test_two_stages_on_one_card_equal_the_whole_model_on_it() -> None:
+def example() -> RunConfig:
+    """`examples/exact.toml`, which has dropout, in two stages."""
+    run = load_config(EXAMPLE)
+    model = run.model.model_copy(update={"stages": STAGES, "cut": None})
+    return run.model_copy(update={"model": model})
+
+
+RUNS = {"llama": run_config(), "dropout": example(), "bfloat16": run_config(dtype="bfloat16")}
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_two_stages_on_one_card_equal_the_whole_model_on_it(run: RunConfig) -> None:
     be_exact(DEVICE, None)
-    run = run_config()
     oracle = Baseline(
         plan_of(run), whole_model(run), build_dataset(run), run.optimizer, device=DEVICE
     )

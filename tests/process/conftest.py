@@ -10,6 +10,7 @@ import pytest
 
 from tests.process.forks import Forks
 from tests.process.lab import LabError, require_root
+from tests.process.required import skip_without_root
 
 
 @pytest.fixture(scope="session")
@@ -44,4 +45,4 @@ def needs_root() -> None:
     try:
         require_root()
     except LabError as error:
-        pytest.skip(str(error))
+        skip_without_root(str(error))

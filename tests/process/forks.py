@@ -133,9 +133,12 @@ class Forks:
 
         self.runner.run(wait())
 
-    def swarm(self, *args: str | Path, host: Host | None = None, **environment: str) -> Command:
-        """Of a lab's `host`; without one, of this machine."""
-        return self._start(("swarm", *map(str, args)), host, environment)
+    def swarm(
+        self, *args: str | Path, host: Host | None = None, terminal: str = "", **environment: str
+    ) -> Command:
+        """Of a lab's `host`; without one, of this machine. What it says goes to `terminal`, the
+        name of one, if there is one."""
+        return self._start(("swarm", *map(str, args)), host, environment, terminal=terminal)
 
     def peer(
         self,
@@ -155,6 +158,7 @@ class Forks:
         environment: dict[str, str],
         pace_s: float = 0.0,
         kernels: Path | None = None,
+        terminal: str = "",
     ) -> Command:
         self._count += 1
         logs = self.cwd / ".logs"
@@ -173,6 +177,7 @@ class Forks:
                     "constants": self.constants,
                     "pace_s": pace_s,
                     "kernels": str(kernels or ""),
+                    "terminal": terminal,
                 },
                 log=logs / f"{self._count}.out",
                 environment={**self.environment, **environment},
@@ -213,9 +218,15 @@ def command(arguments: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the server ignores it
     os.chdir(arguments["cwd"])
     sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    stderr = os.open(arguments["stderr"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    os.dup2(stderr, 2)
-    os.close(stderr)
+    if arguments["terminal"]:  # it leads a session without one: this becomes its own
+        terminal = os.open(arguments["terminal"], os.O_RDWR)
+        for standard in range(3):
+            os.dup2(terminal, standard)
+        os.close(terminal)
+    else:
+        stderr = os.open(arguments["stderr"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(stderr, 2)
+        os.close(stderr)
     if arguments["namespace"]:  # while there is no other thread
         from tests.process.lab import enter
 

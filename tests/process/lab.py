@@ -8,9 +8,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "wan"))  # scripts, not a package
 
 from _lab import Host, Lab
+from _measured import given
 from _namespaces import LabError, enter, require_root
 
-__all__ = ["Host", "Lab", "LabError", "enter", "listen_in", "require_root"]
+__all__ = ["Host", "Lab", "LabError", "enter", "given", "listen_in", "require_root"]
 
 
 def listen_in(host: Host | None) -> tuple[str, str]:

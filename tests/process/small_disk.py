@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from tests.process.required import skip_without_root
 
 BALLAST = "ballast"
 
@@ -19,7 +19,7 @@ def small_disk(path: Path, kib: int) -> Iterator[Path]:
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(path)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("a full disk needs a mount, and a mount needs root")
+        skip_without_root("a full disk needs a mount, and a mount needs root: run it with sudo")
     try:
         yield path
     finally:

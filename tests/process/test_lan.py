@@ -1,6 +1,6 @@
 """A run is found by mDNS, in a process of its own, and false peer ids are not believed.
 
-Runs where the extra `lan` is installed; in continuous integration it must be.
+Runs where the extra `lan` is installed; for `.ci/run` it must be.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from peer import lan
 from swarm.errors import ConfigError
 from swarm.net.libp2p import Libp2pTransport
 from swarm.net.link import parse_link
+from tests.process.required import LAN
 
 RUN, OTHER_RUN = secrets.token_hex(16), secrets.token_hex(16)  # others may run this test too
 STRANGER = "12D3KooWCXFeDz2JfyUmv3C3ecF2czRUwbpNzyx7sd3MU72RgBse"
 LOOPBACK = ("127.0.0.1",)
 
 needs_lan = pytest.mark.skipif(
-    importlib.util.find_spec("libp2p") is None and os.environ.get("CI") != "true",
+    importlib.util.find_spec("libp2p") is None and not os.environ.get(LAN),
     reason="pip install 'swarm-parallel[lan]'",
 )
 

@@ -141,6 +141,7 @@ def test_two_stages_train_exactly_and_leave_nothing(
             run,
             tmp_path / "run",
             threads=1,
+            device="cpu",
             report=tmp_path / "report.jsonl",
             cache_dir=tmp_path / "cache",
             on_step=steps.append,
@@ -191,6 +192,7 @@ def test_a_killed_peer_changes_nothing(
             tmp_path / "run",
             peers={0: 2, 1: 2},
             threads=1,
+            device="cpu",
             cache_dir=tmp_path / "cache",
             on_step=on_step,
         )

@@ -13,10 +13,17 @@ import pytest
 from benchmarks._one_card import Swarm, run_config
 from peer.baseline import Baseline
 from peer.launch import plan_of, whole_model
+from swarm.config import RunConfig
 from swarm.data import build_dataset
+from tests.gpu.test_two_stages import example
 
 ROOT = Path(__file__).parents[2]
 SMALL = {"hidden": 32, "layers": 2, "sequence": 16, "microbatches": 3, "microbatch_size": 2}
+RUNS = {
+    "llama": run_config(**SMALL),
+    "dropout": example(),
+    "bfloat16": run_config(**SMALL, dtype="bfloat16"),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -24,8 +31,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
-def test_two_stages_on_one_device_equal_the_whole_model() -> None:
-    run = run_config(**SMALL)
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_two_stages_on_one_device_equal_the_whole_model(run: RunConfig) -> None:
     oracle = Baseline(plan_of(run), whole_model(run), build_dataset(run), run.optimizer)
     expected = [result.loss for result in oracle.steps(2)]
 

@@ -20,7 +20,7 @@ from swarm.errors import PipelineError
 from swarm.model.export import export_model
 from swarm.model.hf_config import inline_config
 from swarm.model.huggingface import HuggingFacePipeline, HuggingFaceStage, token_loss
-from swarm.model.subspace import Basis, orthonormal
+from swarm.model.subspace import WRITERS, Basis, SubspaceLinear, orthonormal
 from swarm.wire.boundaries import BoundaryCodecs
 from tests.protocol.simulated import OPTIMIZER, Fault, Swarm, plan
 
@@ -35,10 +35,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {**SIZES, "num_key_value_heads": 4, "head_dim": 16},
     "gpt2": {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 32, **NO_DROPOUT},
 }
+# Whose writers have yet other names.
+OTHER_NAMES: dict[str, dict[str, Any]] = {
+    "gptj": {"n_embd": 64, "n_head": 4, "n_layer": 4, "n_positions": 32, "rotary_dim": 8,
+             **NO_DROPOUT},
+    "gpt_neox": SIZES,
+    "phi": {**SIZES, "num_key_value_heads": 4},
+    "lfm2": {**SIZES, "num_key_value_heads": 2, "layer_types": ["conv", "full_attention"] * 2},
+}  # fmt: skip
 
 
 def a_pipeline(family: str = "llama", stages: int = 1, k: int = 16, **more: Any) -> Any:
-    values = {"model_type": family, **FAMILIES.get(family, SIZES), **more.pop("config", {})}
+    sizes = (FAMILIES | OTHER_NAMES).get(family, SIZES)
+    values = {"model_type": family, **sizes, **more.pop("config", {})}
     return HuggingFacePipeline(
         inline_config(values, 256), seed=3, num_stages=stages, microbatch_size=2, sequence=16,
         subspace=k, **more,
@@ -68,6 +77,21 @@ def test_the_check_proves_cuts_containment_and_folding(family: str, layers: int 
     pipeline.check()
     (spec,) = pipeline.boundary(0)
     assert (spec.shape, spec.dtype) == ((2, 16, 16), "float32")
+
+
+@pytest.mark.parametrize("family", OTHER_NAMES)
+def test_the_check_proves_writers_of_other_names(family: str) -> None:
+    a_pipeline(family, 2, cut=(2, 2)).check()
+
+
+def test_every_name_of_a_writer_is_in_a_family_that_the_check_accepts() -> None:
+    found = {
+        name.rpartition(".")[2]
+        for family in (*FAMILIES, *OTHER_NAMES)
+        for name, module in a_pipeline(family).build_stage(0, "meta").inner.named_modules()
+        if isinstance(module, SubspaceLinear)
+    }
+    assert found == {*WRITERS}
 
 
 @pytest.mark.parametrize(("given", "narrow"), [(None, 3), (2, 2), (4, 4)])

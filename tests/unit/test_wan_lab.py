@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "wan"))  # scripts
 
 import _lab
+import averaging
 from _lab import Host, Lab
 from _measured import Measured, Window
 from _namespaces import LabError
@@ -72,6 +73,44 @@ def test_a_client_that_dies_is_no_figure() -> None:
         with pytest.raises(LabError, match=r"^`ping` failed in lab-2 \(it was killed\)"):
             server.round_trip_ms(client)
     assert all(each.returncode is not None for each in lab.started)
+
+
+def test_an_interrupted_measurement_leaves_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose lab is gone then, so that it would wait for long."""
+
+    def interrupted(process: subprocess.Popen[Any]) -> None:
+        raise KeyboardInterrupt
+
+    lab = Here()
+    with measured(lab) as server:
+        lab.code = "import time; time.sleep(60)"
+        with monkeypatch.context() as patched:
+            patched.setattr(subprocess.Popen, "communicate", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                server.round_trip_ms(lab.hosts[1])
+        with lab.started[-1] as client:
+            assert client.wait() == -9
+
+
+def test_members_that_do_not_meet_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when it is interrupted meanwhile."""
+    ended: list[bool] = []
+
+    class Members:
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def introduce(self, gloo: str) -> None:
+            raise KeyboardInterrupt
+
+        def close(self) -> None:
+            ended.append(True)
+
+    monkeypatch.setattr(averaging, "Members", Members)
+    lab: Any = Here()
+    with pytest.raises(KeyboardInterrupt):
+        averaging.start(lab, 1)
+    assert ended == [True]
 
 
 @pytest.mark.parametrize(
