@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from peer.leader import Leader
 
 log = logging.getLogger(__name__)
-MAX_ADDRESS, MAX_ADDRESSES = 200, 1300  # characters of a member's address, and of all it has
+MAX_ADDRESS_CHARS, MAX_ADDRESSES_CHARS = 200, 1300  # of a member's address, of all it has
 MAX_TAKES = 3  # of the same member within one wait
 HOLD_EVERY = 10  # steps; one of so many may wait for a joiner
 ODD = "this machine's optimizer steps round differently from the run's others"
@@ -436,7 +436,7 @@ class Admission:
 def _usable(peer: str, addresses: Sequence[object]) -> tuple[str, ...]:
     """Of a peer's own: they go to all others, who dial them, in one header with those of
     everybody else."""
-    texts = [each for each in addresses if isinstance(each, str) and len(each) <= MAX_ADDRESS]
+    texts = [each for each in addresses if isinstance(each, str) and len(each) <= MAX_ADDRESS_CHARS]
     own = list(dict.fromkeys(addresses_of(peer, texts)))
     ends = accumulate(map(len, own))
-    return tuple(each for each, end in zip(own, ends, strict=True) if end <= MAX_ADDRESSES)
+    return tuple(each for each, end in zip(own, ends, strict=True) if end <= MAX_ADDRESSES_CHARS)

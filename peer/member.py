@@ -28,6 +28,7 @@ from swarm.delayed_state import State, new_state
 from swarm.errors import JoinError, RefusedError, StageFailedError, SwarmError, WireError
 from swarm.model.stage import ModelPipeline
 from swarm.net.channel import CallFailedError, Channel, Message, Method
+from swarm.net.link import MAX_ADDRESSES, farthest_first
 from swarm.net.links import Links, peer_of
 from swarm.optim import OptimizerSettings
 from swarm.placement import estimate_memory, least_slots, slots_that_fit
@@ -42,6 +43,10 @@ RETRY_S = (0.2, 30.0)  # first and longest pause between attempts to find the le
 # of a minute has its replicas back while it still waits for what they have counted (`ADOPT_S`).
 RETRY_SHARE = 0.15
 OTHERS_S = 1.0  # for other trainers to answer after one; a dial goes on, for the next attempt
+
+
+class NotYetError(RefusedError):
+    """The leader is there, and may take this peer another time."""
 
 
 class Member:
@@ -146,6 +151,8 @@ class Member:
                         since = loop.time()
             except JoinError:
                 raise
+            except NotYetError as error:
+                trouble = f"cannot serve yet: {error.message}"
             except SwarmError as error:
                 log.debug("not in the swarm: %s", error)
             if self.finished.is_set():
@@ -176,7 +183,7 @@ class Member:
                     continue
                 try:
                     return channel, await self._join(channel)
-                except JoinError:
+                except (JoinError, NotYetError):
                     raise
                 except SwarmError as error:
                     failures.append(error)
@@ -189,7 +196,7 @@ class Member:
         wanted = self.server.stage if self.server else self.stage
         application = {
             "stage": wanted,
-            "addresses": list(self.links.transport.addresses),
+            "addresses": farthest_first(self.links.transport.addresses)[:MAX_ADDRESSES],
             "slots": self._told_slots,
             "device": self.device,
             "numerics": self.numerics,
@@ -205,8 +212,8 @@ class Member:
         except CallFailedError as error:
             if error.detail.get("fatal") is True:
                 raise JoinError(error.message, "this peer cannot serve this run as it is") from None
-            if "fatal" in error.detail:  # by the leader, who may take it another time
-                self.say(f"cannot serve yet: {error.message}")
+            if "fatal" in error.detail:
+                raise NotYetError(error.message) from None
             raise
         self._note_roster(body.get("roster"))
         if self.server is None:

@@ -125,8 +125,8 @@ class Restoring:
                 return  # replicas go one after the other, and nobody has to come for them
             if not self._restored():
                 self._forget()
-            stage = self._look(loop.time())
             early = loop.time() < patient_until and not leader.has_committed
+            stage = self._look(loop.time(), early=early)
             if self._needs_a_peer(loop.time()) and not early:
                 leader.rebalancing.consider()  # no commit will come before somebody moves there
             if stage is None or early:
@@ -175,12 +175,13 @@ class Restoring:
         held = any(member.confirmed >= leader.next_step for member in there)
         return held or self.serves(stage)
 
-    def _look(self, now: float) -> int | None:
-        """The first stage that has lacked its state for long and has a peer to give it to."""
+    def _look(self, now: float, *, early: bool) -> int | None:
+        """The first stage that has lacked its state for long and has a peer to give it to. While
+        it is `early`, who holds it may just not have found the leader: nobody is told of a loss."""
         leader = self.leader
         lost = [k for k in range(leader.pipeline.num_stages) if self._is_lost(k)]
         self._lost_since = {stage: self._lost_since.get(stage, now) for stage in lost}
-        first = lost[0] if lost else None
+        first = lost[0] if lost and not early else None
         if first is not None and first != self.waiting_for:
             leader.probe("paused", stage=first, step=leader.next_step)
         if first is None:

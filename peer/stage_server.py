@@ -218,8 +218,11 @@ class StageServer:
 
     async def _await_commit(self, step: int) -> None:
         """Raises RefusedError when it takes too long, or when more wait than a leader can have
-        sent: each holds its tensors."""
-        if self._awaiting >= 2 * self.num_microbatches:
+        sent, each with its tensors: the microbatches of two steps, and what is validated at once
+        (`peer.inquiries.validate`), all of them twice."""
+        if self.parts.ledger.step > step:
+            return
+        if self._awaiting >= 4 * (self.num_microbatches + self.pipeline.num_stages):
             raise RefusedError("too many calls wait for a commit here")
         self._awaiting += 1
         try:

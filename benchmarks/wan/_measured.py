@@ -24,7 +24,7 @@ from _namespaces import DEVICE, LabError, entered, ip
 
 BLOCK = 1 << 16
 WARM_UP_SHARE = 0.4  # of the time of a measurement: slow start is not the line's rate
-START_S = 0.15  # until a client sends, for each that is started at once
+START_S, START_EACH_S = 0.5, 0.1  # until all clients that are started at once send
 TIMES = struct.Struct("!dd")  # when a window opens and closes
 PINGS = 10
 ETHERNET_BYTES = 14  # that a bridge's device counts around an IP packet
@@ -114,6 +114,8 @@ def ping(address: str, port: int) -> None:
 
 def send(address: str, port: int, opens: float, closes: float) -> None:
     with socket.create_connection((address, port)) as connection:
+        if time.monotonic() > opens:
+            raise TimeoutError("a sender began too late")
         connection.sendall(b"s" + TIMES.pack(opens, closes))
         block = bytes(BLOCK)
         while not select.select([connection], [connection], [])[0]:
@@ -180,7 +182,7 @@ class Measured:
 
     def up_mbps(self, hosts: Sequence[Host], seconds: float) -> float:
         """Of all connections together, one from each of the hosts (which may be named twice)."""
-        begins = time.monotonic() + START_S * len(hosts)
+        begins = time.monotonic() + START_S + START_EACH_S * len(hosts)
         times = (begins + WARM_UP_SHARE * seconds, begins + seconds)
         return round(sum(self.ask(hosts, "send", *map(str, times))) / 1e6, 2)
 

@@ -263,12 +263,13 @@ def _open(
 
 
 def _pipeline_arrays(config: RunConfig) -> tuple[Arrays, Arrays, dict[str, TensorSpec]]:
-    from swarm.model.custom import batch_spec, load_pipeline  # torch, and the user's own package
+    from swarm.model.custom import load_pipeline  # torch, and the user's own package
 
     if config.model.pipeline is None:
         raise DataError('data.source is "pipeline" but the run has no model.pipeline', "set it")
-    samples = load_pipeline(config.model.pipeline).load_data()
-    specs = batch_spec(samples, config.batch.microbatch_size)
+    pipeline = load_pipeline(config.model.pipeline)
+    samples = pipeline.load_data()
+    specs = pipeline.batch_spec(samples, config.batch.microbatch_size)
     return Arrays(samples.train), Arrays(samples.validation), specs
 
 

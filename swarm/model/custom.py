@@ -39,8 +39,11 @@ class Pipeline:
 
     `layers`: factories of modules by name, in order. `inputs(batch)`: the first layer's tensors.
     `loss(outputs, batch)`: the *sum* of the item losses from the last layer's tensors (a tuple).
-    `weight(batch)`: how many items that sum has. `data()`: an object with `train` and `validation`,
-    the same on every machine: what a peer may send of integers is what they hold (`batch_spec`).
+    `weight(batch)`: how many items that sum has. `data()`: an object with `train` and `validation`.
+    `below`: of integer fields that look something up, as labels do, the number that all are below
+    (and none negative); whoever gets others refuses them, since on a GPU a label that the model has
+    no class for costs the process its whole use of the device. Integers between layers are not
+    looked at: a layer that looks something up by what another gave it should clamp that first.
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class Pipeline:
         loss: Callable[[tuple[Tensor, ...], Batch], Tensor],
         weight: Callable[[Mapping[str, Any]], int],
         data: Callable[[], Samples],
+        below: Mapping[str, int] | None = None,
     ) -> None:
         if not isinstance(layers, Mapping):
             raise PipelineError("layers is no mapping", 'write layers={"first": MyLayer, ...}')
@@ -65,6 +69,7 @@ class Pipeline:
             raise PipelineError("the pipeline has no layers", "give at least one")
         self.layers = dict(layers)
         self.inputs, self.loss, self.weight, self.data = inputs, loss, weight, data
+        self.below = dict(below or {})
 
     def load_data(self) -> Samples:
         """The user's samples, checked. Raises DataError."""
@@ -80,8 +85,16 @@ class Pipeline:
             ) from error
         return samples
 
-    @staticmethod
-    def _check(samples: Samples) -> None:
+    def batch_spec(self, samples: Samples, microbatch_size: int) -> dict[str, TensorSpec]:
+        """One microbatch's fields, as checked where they arrive."""
+        return {
+            name: TensorSpec(
+                (microbatch_size, *array.shape[1:]), str(array.dtype), self.below.get(name)
+            )
+            for name, array in samples.train.items()
+        }
+
+    def _check(self, samples: Samples) -> None:
         signatures = []
         for part in (samples.train, samples.validation):
             if not part or len({len(array) for array in part.values()}) != 1:
@@ -98,33 +111,18 @@ class Pipeline:
                 "train and validation data differ in fields, shapes or dtypes",
                 "give both the same fields",
             )
-
-
-def batch_spec(samples: Samples, microbatch_size: int) -> dict[str, TensorSpec]:
-    """One microbatch's fields, as checked where they arrive.
-
-    Integers, of which labels and other indices are some, may be up to the largest in the data: on
-    a GPU one label that the model has no class for costs the process its whole use of the device.
-    Fields with negative ones may hold anything, and so may integers between layers, of which only
-    the user's modules know what they are: a layer that looks something up by what another gave it
-    should clamp that first.
-    """
-    specs = {}
-    for name, array in samples.train.items():
-        shape = (microbatch_size, *array.shape[1:])
-        below = _below(array, samples.validation[name])
-        specs[name] = TensorSpec(shape, str(array.dtype), below)
-    return specs
-
-
-def _below(*arrays: np.ndarray) -> int | None:
-    """One more than the largest of these integers; None where they are none, or some negative."""
-    filled = [
-        each for array in arrays if (each := np.asarray(array)).size and each.dtype.kind in "iu"
-    ]
-    if not filled or any(array.dtype.kind == "i" and array.min() < 0 for array in filled):
-        return None
-    return 1 + max(int(array.max()) for array in filled)
+        for name, below in self.below.items():
+            if name not in samples.train:
+                raise DataError(f"below names {name}, which the data lack", "name a field of them")
+            for array in (samples.train[name], samples.validation[name]):
+                if array.dtype.kind not in "iu":
+                    raise DataError(f"below names {name}, which is {array.dtype}", "leave it out")
+                for found in (int(array.min()), int(array.max())) if array.size else ():
+                    if not 0 <= found < below:
+                        raise DataError(
+                            f"data field {name} holds {found}, but below says 0 to {below - 1}",
+                            "correct one of them",
+                        )
 
 
 def load_pipeline(name: str) -> Pipeline:
@@ -247,7 +245,7 @@ class CustomPipeline(ModelPipeline):
         self.definition, self.seed, self.recompute = definition, seed, recompute
         self.autocast = None if dtype == "float32" else torch_dtype(dtype)
         samples = definition.load_data()
-        self.batch_spec = batch_spec(samples, microbatch_size)
+        self.batch_spec = definition.batch_spec(samples, microbatch_size)
         self.num_stages = num_stages
         self._check_weight(samples.train, microbatch_size)
         self._find_boundaries()

@@ -85,6 +85,20 @@ def addresses_of(peer: str, addresses: Iterable[str]) -> list[str]:
     return [each for each in addresses if each.endswith(end) and not wrong_with_address(each)]
 
 
+def farthest_first(addresses: Iterable[str]) -> list[str]:
+    """Names and public addresses, then those of local networks, then those of this machine alone:
+    where not all can be told, the last are the least loss."""
+    return sorted(addresses, key=_nearness)
+
+
+def _nearness(address: str) -> int:
+    parts = address.split("/")
+    if len(parts) < 3 or parts[1] not in ("ip4", "ip6"):
+        return 0
+    ip = ipaddress.ip_address(parts[2])
+    return 2 if ip.is_loopback else 0 if ip.is_global else 1
+
+
 def wrong_with_address(address: str) -> str:
     """Why this is not a dialable multiaddress that ends in `/p2p/PEER_ID`; empty if it is one."""
     parts = address.split("/")
@@ -114,12 +128,11 @@ def wrong_with_address(address: str) -> str:
 
 def _wrong_with_value(name: str, value: str) -> str:
     if name in ("ip4", "ip6"):
+        if "%" in value:
+            return f"{_shown(value)} has a zone, which no multiaddress can have"
         try:
             (ipaddress.IPv4Address if name == "ip4" else ipaddress.IPv6Address)(value)
-            valid = "%" not in value  # a zone: any text, which has no place in a multiaddress
         except ValueError:
-            valid = False
-        if not valid:
             return f"{_shown(value)} is not an {name[:2].upper()}v{name[2]} address"
     elif name in ("dns", "dns4", "dns6", "dnsaddr"):
         if not _DNS_NAME.fullmatch(value):

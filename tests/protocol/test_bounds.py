@@ -18,13 +18,17 @@ from typing import Any
 import pytest
 
 from peer import following, observe
+from peer.inquiries import validate
+from peer.leader import Leader
 from peer.member import Member
+from swarm.compute import Kind
 from swarm.errors import SwarmError
 from swarm.events import EventLog
 from swarm.net import channel, links, memory_stream
 from swarm.net.links import PROTOCOL
 from swarm.wire.frames import encode_frame
 from tests.protocol.simulated import LEADER, RUN_ID, Fault, Swarm, baseline, plan
+from tests.protocol.tiny import ahead_of
 
 MICROBATCHES, STEPS, SLOTS, KEPT_BYTES = 16, 40, 2, 1000
 MAX_CALLS, MAX_STREAMS, BULK_BYTES, GRADIENTS = 24, 3, 2000, 4
@@ -185,3 +189,42 @@ def test_no_limit_is_exceeded_under_load(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert swarm.refused == len(swarm.flooding)
     admitted = {facts["replica"] for _, _, point, facts in swarm.events if point == "admitted"}
     assert {f"{name}#1" for name in JOINERS} <= admitted
+
+
+class SlowCommits(Swarm):
+    """Much waits for each commit: it validates after every step, and an update takes long."""
+
+    update_s = 2.0
+
+    async def start_all(self) -> None:
+        self.losses: list[float | None] = []
+        await super().start_all()
+        for compute in self.computes.values():
+            usual = compute._seconds_of
+            compute._seconds_of = lambda kind, usual=usual: (
+                self.update_s if kind is Kind.UPDATE else usual(kind)
+            )
+
+    async def at_record(self, leader: Leader) -> None:
+        await super().at_record(leader)
+        if leader.next_step:
+            self.losses.append(await validate(leader))
+
+
+@pytest.mark.parametrize(
+    ("policy", "microbatches", "stages"), [("exact", 1, 3), ("exact", 2, 5), ("delayed", 4, 5)]
+)
+def test_all_that_a_leader_sends_may_wait_for_a_commit(
+    policy: str, microbatches: int, stages: int
+) -> None:
+    ahead = microbatches // 4
+    chosen = plan(
+        microbatches, validation_microbatches=12, ahead=ahead_of(policy, ahead, microbatches)
+    )
+    swarm = SlowCommits(
+        num_stages=stages, replicas=(1,) * stages, plan=chosen, policy=policy, ahead=ahead
+    )
+    swarm.run(3)
+    assert len(swarm.losses) >= 2
+    assert None not in swarm.losses
+    assert [facts["why"] for _, _, point, facts in swarm.events if point == "failed"] == []

@@ -30,18 +30,6 @@ SCHEDULE = Schedule(kind="cosine", peak=0.5, warmup_steps=2, steps=50, final_rat
 SETTINGS: Any = SimpleNamespace(
     name="sgd", lr=0.5, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, momentum=0.9, nesterov=False
 )
-
-
-def masked_data() -> SimpleNamespace:
-    """Some of which is masked: what may be sent follows from it."""
-    parts = {}
-    for part, fields in vars(tiny_data()).items():
-        y = fields["y"].copy()
-        y[::8] = MASKED
-        parts[part] = {**fields, "y": y}
-    return SimpleNamespace(**parts)
-
-
 UNEVEN = Pipeline(  # without dropout, whose draws are of a microbatch and not of a batch
     layers={
         "enter": lambda: nn.Sequential(nn.Linear(6, 16), nn.Tanh()),
@@ -53,7 +41,7 @@ UNEVEN = Pipeline(  # without dropout, whose draws are of a microbatch and not o
         outputs[0], batch["y"].long(), ignore_index=MASKED, reduction="sum"
     ),
     weight=lambda batch: int((batch["y"] != MASKED).sum()),
-    data=masked_data,
+    data=tiny_data,
 )
 
 

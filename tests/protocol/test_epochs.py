@@ -226,6 +226,24 @@ def test_the_leader_dies_while_it_opens_an_epoch(point: str, trainers: tuple[str
     assert swarm.epochs[0] == (1, 2)
 
 
+class LeaderAway(EpochSwarm):
+    """Its only trainer is killed after the second step, and back when replicas look for it at
+    longer intervals."""
+
+    def on_probe(self, who: str, point: str, facts: dict[str, Any]) -> None:
+        super().on_probe(who, point, facts)
+        if point == "committed" and facts["step"] == 1 and not self.leader_deaths:
+            self.leader_deaths += 1
+            self.later(0.0, self.kill_trainer, *ALONE, 40.0)
+
+
+def test_a_leader_that_comes_back_misses_nobody_who_is_only_looking_for_it() -> None:
+    swarm = swarm_of(kind=LeaderAway)
+    run_exactly(swarm, surely=False)
+    assert swarm.leader_deaths == 1
+    assert swarm.paused == swarm.epochs == []
+
+
 def test_a_replica_of_the_old_epoch_comes_back_late_and_drops_its_state() -> None:
     """It holds the state that was lost, but the run has gone back without it."""
     swarm = swarm_of()

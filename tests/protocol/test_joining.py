@@ -352,6 +352,9 @@ def test_who_comes_to_a_full_run_is_told_so_and_waits(monkeypatch: pytest.Monkey
     swarm.once("cannot serve yet: the run has 6 replicas", lambda: swarm.kill("r1.1"))
     swarm.finish()
     assert swarm.struck
+    told = [line for _, line in swarm.said]
+    full = next(at for at, line in enumerate(told) if line.startswith("cannot serve yet"))
+    assert told[full + 1] != "looking for the leader", "it has answered"
 
 
 def lie(swarm: Joining, liar: str, monkeypatch: pytest.MonkeyPatch) -> None:

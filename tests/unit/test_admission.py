@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from peer.admission import MAX_ADDRESS, MAX_ADDRESSES, _usable
+from peer.admission import MAX_ADDRESS_CHARS, MAX_ADDRESSES_CHARS, _usable
 from peer.disk import MemoryDisk
 from peer.leader import Leader
 from peer.members import MAX_MEMBERS, Standing
@@ -46,14 +46,14 @@ def test_only_addresses_of_the_joiner_itself_go_to_the_others() -> None:
         f"/ip4/1.2.3.4/tcp/1/p2p/{OTHER}",
         f"/memory/{PEER}/p2p/{PEER}",
         "\u20ac" * 9,
-        of_length(MAX_ADDRESS + 1, 0),
+        of_length(MAX_ADDRESS_CHARS + 1, 0),
         7,
         None,
     ]
     assert _usable(PEER, [*bad[:5], *good, *bad[5:], *good]) == tuple(good)
 
 
-@pytest.mark.parametrize("num_chars", [80, MAX_ADDRESS])
+@pytest.mark.parametrize("num_chars", [80, MAX_ADDRESS_CHARS])
 def test_the_largest_roster_fits_into_a_header(num_chars: int) -> None:
     """It is in every answer to `join` and `ready`, with the newest record and the donors."""
 
@@ -76,7 +76,7 @@ def test_the_largest_roster_fits_into_a_header(num_chars: int) -> None:
             answer = await comes(number)
         member = next(iter(leader.members))
         own = sum(map(len, member.addresses))
-        assert MAX_ADDRESSES - num_chars < own <= MAX_ADDRESSES
+        assert MAX_ADDRESSES_CHARS - num_chars < own <= MAX_ADDRESSES_CHARS
         for each in leader.members:
             each.standing = Standing.READY
         # As many stages as replicas: there is more to say of each in a record.

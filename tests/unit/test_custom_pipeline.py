@@ -158,27 +158,37 @@ def test_what_a_run_needs_to_know() -> None:
     assert next(iter(dict(cut_into(2, 2).build_stage(1).named_parameters()))) == "c.linear.weight"
 
 
-def test_integers_may_be_up_to_the_largest_in_the_data() -> None:
-    def part(*y: int) -> dict[str, np.ndarray]:
-        count = len(y)
-        return {
-            "x": np.zeros((count, 8), "float32"),
-            "y": np.array(y, "int64"),
-            "ignored": np.full(count, -1, "int8"),
-            "mask": np.ones(count, "bool"),
-            "none": np.zeros((count, 0), "uint8"),
-        }
+def labelled(*y: int) -> dict[str, np.ndarray]:
+    return {"x": np.zeros((len(y), 8), "float32"), "y": np.array(y, "int64")}
 
-    def below(train: dict[str, np.ndarray], validation: dict[str, np.ndarray]) -> dict[str, Any]:
-        data = SimpleNamespace(train=train, validation=validation)
-        spec = cut_into(4, of=definition(data=lambda: data)).batch_spec
-        return {name: each.below for name, each in spec.items()}
 
-    free = dict.fromkeys(("x", "ignored", "mask", "none"))
-    assert below(part(0, 2), part(1, 5, 3)) == {**free, "y": 6}
-    assert below(part(0, 7), part(1, 3)) == {**free, "y": 8}
-    assert below(part(0, 7), part()) == {**free, "y": 8}
-    assert below(part(0, 7), part(-100, 3)) == {**free, "y": None}
+def below(train: dict[str, np.ndarray], validation: dict[str, np.ndarray], **named: int) -> Any:
+    data = SimpleNamespace(train=train, validation=validation)
+    spec = cut_into(4, of=definition(data=lambda: data, below=named)).batch_spec
+    return {name: each.below for name, each in spec.items()}
+
+
+def test_labels_are_checked_by_what_the_pipeline_says_of_them() -> None:
+    """And not by the data of a machine: a volunteer's may be others, of the same shapes."""
+    assert below(labelled(0, 2), labelled(1), y=6) == {"x": None, "y": 6}
+    assert below(labelled(0, 2), labelled(), y=3) == {"x": None, "y": 3}
+    assert below(labelled(-100, 2), labelled(1)) == {"x": None, "y": None}
+
+
+@pytest.mark.parametrize(
+    ("train", "validation", "named", "error"),
+    [
+        ((0, 3), (1,), {"y": 3}, "data field y holds 3, but below says 0 to 2"),
+        ((0, 2), (-1,), {"y": 3}, "data field y holds -1, but below says 0 to 2"),
+        ((0,), (0,), {"z": 3}, "below names z, which the data lack"),
+        ((0,), (0,), {"x": 3}, "below names x, which is float32"),
+    ],
+)
+def test_data_that_contradict_it_are_one_line(
+    train: Any, validation: Any, named: Any, error: str
+) -> None:
+    with pytest.raises(DataError, match=f"^{error}"):
+        below(labelled(*train), labelled(*validation), **named)
 
 
 def test_validation_has_no_dropout() -> None:

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from swarm.data import (
     DataStamps,
@@ -296,8 +297,15 @@ def test_custom_arrays(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     samples = SimpleNamespace(
         train={"x": x[:40], "y": y[:40]}, validation={"x": x[40:], "y": y[40:]}
     )
-    stub = SimpleNamespace(load_data=lambda: samples)
-    monkeypatch.setattr(custom, "load_pipeline", lambda name: stub)
+    pipeline: Any = custom.Pipeline(
+        layers={"a": nn.Identity},
+        inputs=lambda batch: (batch["x"],),
+        loss=lambda outputs, batch: outputs[0].sum(),
+        weight=lambda batch: 1,
+        data=lambda: samples,
+        below={"y": 50},
+    )
+    monkeypatch.setattr(custom, "load_pipeline", lambda name: pipeline)
     config = run_config(source="pipeline")
     config.model.pipeline = "some.module:object"
     dataset = build(config, cache)

@@ -143,9 +143,10 @@ def test_a_device_whose_autocast_leaves_more_in_float32_sends_what_is_expected(
     _, wider = run(pipeline_of(family, [5], dtype="bfloat16"))
     monkeypatch.setattr("swarm.model.huggingface.trace", narrower)
     _, whole = run(pipeline_of(family, [5], dtype="bfloat16"))
-    pipeline = pipeline_of(family, [2, 2, 1], dtype="bfloat16")
-    assert pipeline.boundary(0)[0].dtype == "bfloat16"
-    assert_same(run(pipeline)[1], whole)
+    for cut in ([2, 2, 1], [1, 3, 1]):
+        pipeline = pipeline_of(family, cut, dtype="bfloat16")
+        assert pipeline.boundary(0)[0].dtype == "bfloat16"
+        assert_same(run(pipeline)[1], whole)
     assert not torch.equal(whole["logits"], wider["logits"])
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from swarm.errors import JoinError
-from swarm.net.link import format_link, parse_link, wrong_with_address
+from swarm.net.link import farthest_first, format_link, parse_link, wrong_with_address
 
 RUN = "0123456789abcdef0123456789abcdef"
 PEER = "12D3KooWCXFeDz2JfyUmv3C3ecF2czRUwbpNzyx7sd3MU72RgBse"
@@ -76,7 +76,10 @@ def test_address_checker_never_fails(parts: list[str]) -> None:
         (f"swarm://{RUN}@/ip4/1.2.3.4/tcp/1", "must end in /p2p/PEER_ID"),
         (f"swarm://{RUN}@/ip4/1.2.3.400/tcp/1/p2p/{PEER}", "IPv4"),
         (f"swarm://{RUN}@/ip6/::g/tcp/1/p2p/{PEER}", "IPv6"),
-        (f"swarm://{RUN}@/ip6/fe80::1%a..b/tcp/1/p2p/{PEER}", "IPv6"),
+        (
+            f"swarm://{RUN}@/ip6/fe80::1%a..b/tcp/1/p2p/{PEER}",
+            "has a zone, which no multiaddress can have",
+        ),
         (f"swarm://{RUN}@/ip4/1.2.3.4/tcp/70000/p2p/{PEER}", "port"),
         (f"swarm://{RUN}@/ip4/1.2.3.4/tcp/0/p2p/{PEER}", "port"),
         (f"swarm://{RUN}@/ip4/1.2.3.4/tcp/1/p2p/{PEER}x", "peer id"),
@@ -91,3 +94,13 @@ def test_address_checker_never_fails(parts: list[str]) -> None:
 )
 def test_what_is_said(text: str, said: str) -> None:
     assert said in refused(text)
+
+
+def test_the_addresses_that_reach_farthest_come_first() -> None:
+    own, docker, lan = "/ip4/127.0.0.1/tcp/1", "/ip4/172.17.0.1/tcp/1", "/ip4/192.168.1.5/tcp/1"
+    public, six, name = "/ip4/8.8.8.8/tcp/1", "/ip6/2600::1/tcp/1", "/dns4/a.example/tcp/1"
+    assert farthest_first([own, docker, lan, public, six, "/ip6/::1/tcp/1", name]) == [
+        *(public, six, name),
+        *(docker, lan),
+        *(own, "/ip6/::1/tcp/1"),
+    ]

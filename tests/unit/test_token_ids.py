@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ CALL = MicrobatchCall(Term(0, 1, "t#1"), 0, 0, 1, 0, ("a#1", "b#1"), 0, 4.0, Fal
 @pytest.mark.parametrize("method", ["microbatch", "evaluate"])
 def test_a_replica_refuses_it(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape, went_on = pipeline(2), []
+    shape.batch_spec["y"] = replace(shape.batch_spec["y"], below=2)
     x = torch.zeros(shape.batch_spec["x"].shape)
 
     def message(y: list[int]) -> Message:

@@ -23,6 +23,7 @@ from tests.protocol.tiny import OPTIMIZER, TinyBatches, pipeline
 
 OLD, NOW, NEXT = (Term(0, counter, "t#1") for counter in (1, 2, 3))
 MICROBATCHES = 4
+MOST = 4 * (MICROBATCHES + 1)  # that wait at once, in one stage
 # Of the second step, and of the half of it that waits for the commit of the first.
 CALL = MicrobatchCall(NOW, 1, 3, 1, 0, ("a#1",), 0, 4.0, False)
 FIELDS = [
@@ -86,13 +87,15 @@ async def a_far_step_does_not_wait(replica: Replica) -> None:
 
 
 async def no_more_wait_than_there_may_be(replica: Replica) -> None:
-    for _ in range(2 * MICROBATCHES):
+    for _ in range(MOST):
         assert not (await replica.call("microbatch", CALL.body())).done()
     for method, body in (("microbatch", CALL.body()), ("evaluate", evaluation(NOW, 1))):
         call = await replica.call(method, body)
         assert "too many calls wait for a commit here" in why(call)
         if method == "microbatch":  # at this hop, so that nobody else is suspected
             assert isinstance(call.exception(), CallFailedError)
+    now = await replica.call("microbatch", replace(CALL, step=0).body())
+    assert "too many" not in str(now.exception() if now.done() else ""), "it waits for nothing"
     replica.calls[0].cancel()
     await asyncio.sleep(0)
     assert not (await replica.call("evaluate", evaluation(NOW, 1))).done(), "there is room again"

@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "wan"))  # scripts
 
 import _lab
+import _measured
 import averaging
 from _lab import Host, Lab
 from _measured import Measured, Window
@@ -55,6 +56,15 @@ def test_a_rate_is_what_came_while_the_window_was_open() -> None:
     assert burst.bits_per_s == 8 * 5000 / 2
     assert not late.take(5000, 12.5)
     assert late.bits_per_s == 0
+
+
+def test_a_sender_that_begins_when_the_window_is_open_is_no_figure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_measured, "START_S", -1.0)
+    lab = Here()
+    with measured(lab) as server, pytest.raises(LabError, match=r"TimeoutError: a sender began"):
+        server.up_mbps([lab.hosts[1]], 0.1)
 
 
 def test_a_client_that_dies_is_no_figure() -> None:

@@ -84,4 +84,5 @@ pipeline = Pipeline(
     loss=lambda outputs, batch: F.cross_entropy(outputs[0], batch["label"].long(), reduction="sum"),
     weight=lambda batch: len(batch["label"]),
     data=digits,
+    below={"label": 10},
 )
