@@ -235,8 +235,8 @@ def test_everything_names_files_that_are_there_and_runs_each_of_them() -> None:
 
 
 def test_everything_takes_as_long_as_it_says() -> None:
-    """Two and a half hours, in its docstring and the Makefile."""
-    assert sum(each.minutes for each in everything.COMMANDS.values()) == pytest.approx(150, abs=10)
+    """Two and three quarter hours, in its docstring and the Makefile."""
+    assert sum(each.minutes for each in everything.COMMANDS.values()) == pytest.approx(165, abs=10)
 
 
 def test_every_command_of_throughput_is_one(
