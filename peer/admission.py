@@ -22,7 +22,7 @@ from peer.slots import read_slots
 from swarm.agreement import agree, decided
 from swarm.errors import RefusedError, SwarmError, WireError
 from swarm.net.channel import CallFailedError, Channel, Message, Method
-from swarm.net.link import addresses_of
+from swarm.net.link import MAX_ADDRESSES, addresses_of
 from swarm.step import Step
 from swarm.terms import Record
 from swarm.wire.frames import no_tensors
@@ -70,7 +70,7 @@ class Admission:
                 fatal=True,
             )
         addresses = body.get("addresses")
-        if not isinstance(addresses, list) or len(addresses) > 32:
+        if not isinstance(addresses, list) or len(addresses) > MAX_ADDRESSES:
             raise WireError("a join without addresses")
         slots = read_slots(body.get("slots", 1))
         member, why = leader.members.get(channel.incarnation), ""

@@ -183,10 +183,12 @@ class Member:
                     continue
                 try:
                     return channel, await self._join(channel)
-                except (JoinError, NotYetError):
+                except JoinError:
                     raise
                 except SwarmError as error:
                     failures.append(error)
+        if not_yet := [error for error in failures if isinstance(error, NotYetError)]:
+            raise not_yet[0]
         hopeless = [error for error in failures if isinstance(error, JoinError)]
         if hopeless and len(hopeless) == len(dials):
             raise hopeless[0]
@@ -429,7 +431,7 @@ class Member:
         if not isinstance(roster, dict) or len(roster) > 100_000:
             raise WireError("a roster that makes no sense")
         self.links.addresses = {
-            peer_of(name): tuple(str(address)[:200] for address in addresses[:32])
+            peer_of(name): tuple(str(address)[:200] for address in addresses[:MAX_ADDRESSES])
             for name, addresses in roster.items()
             if isinstance(addresses, list)
         }

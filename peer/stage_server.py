@@ -41,6 +41,8 @@ from swarm.wire.codecs import TensorMeta, WireTensor
 from swarm.wire.frames import check_indices, check_tensors
 
 log = logging.getLogger(__name__)
+# That may wait for a commit, for each stage: a leader has two open, and tries each five times.
+EVALUATIONS = 10
 
 
 class PipelineShape(Protocol):
@@ -92,7 +94,9 @@ class StageServer:
         self.parts = Parts(state, kept_bytes, ahead, release=self._release)
         self.uploader = Uploader(state.device)
         self.tasks = TaskSet()
-        self._awaiting = 0  # calls that wait for a commit, each with its tensors
+        # By step and index: the try that waits for a commit, and its waiting.
+        self._awaiting: dict[tuple[int, int], tuple[int, asyncio.Task[None]]] = {}
+        self._evaluations_awaiting = 0
         self.sent_bytes = 0  # activations to the next stage, on the wire
         self.raw_bytes = 0  # the same before the codec
         self.returned_bytes = 0  # gradients to the previous stage, on the wire
@@ -208,27 +212,41 @@ class StageServer:
         """What the ledger says, once what the microbatch is computed with is there."""
         while True:
             if call.index >= self.parts.ahead.of(call.step) and part.ledger.step == call.step:
-                await self._await_commit(call.step - 1)
+                await self._await_commit(call, call.step - 1)
             decision = part.ledger.on_call(
                 call.term, call.step, call.index, call.try_, call.attempt
             )
             if decision.do is not Do.AWAIT_COMMIT:
                 return decision
-            await self._await_commit(call.step - len(self.parts))
+            await self._await_commit(call, call.step - len(self.parts))
 
-    async def _await_commit(self, step: int) -> None:
-        """Raises RefusedError when it takes too long, or when more wait than a leader can have
-        sent, each with its tensors: the microbatches of two steps, and what is validated at once
-        (`peer.inquiries.validate`), all of them twice."""
+    async def _await_commit(self, call: MicrobatchCall, step: int) -> None:
+        """Wait until `step` is committed here, as the newest try of its microbatch: an older one,
+        of which its leader may not want to know any more, gives way, so that no more calls wait
+        with their tensors than there are microbatches of the steps that may.
+
+        Raises RefusedError: it took too long, or a newer try is here.
+        """
         if self.parts.ledger.step > step:
             return
-        if self._awaiting >= 4 * (self.num_microbatches + self.pipeline.num_stages):
-            raise RefusedError("too many calls wait for a commit here")
-        self._awaiting += 1
+        place = (call.step, call.index)
+        if place in self._awaiting:
+            try_, older = self._awaiting[place]
+            if try_ > call.try_:
+                raise RefusedError(f"try {try_} has overtaken try {call.try_}")
+            older.cancel()
+        waiting = self.tasks.spawn(self.parts.commit_of(step))
+        self._awaiting[place] = mine = (call.try_, waiting)
         try:
-            await self.parts.commit_of(step)
+            await waiting
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise RefusedError("given up here for a newer try") from None
         finally:
-            self._awaiting -= 1
+            if self._awaiting.get(place) is mine:
+                del self._awaiting[place]
 
     async def _forward(
         self, part: Part, work: Work, call: MicrobatchCall, tensors: Sequence[WireTensor]
@@ -449,7 +467,13 @@ class StageServer:
         check_indices(message.tensors, self._field_specs)
         self._check_term(self.parts.oldest, Term.read(body["term"]))
         if self.parts.ledger.step < step <= self.parts.ledger.step + len(self.parts):
-            await self._await_commit(step - 1)
+            if self._evaluations_awaiting >= EVALUATIONS * self.pipeline.num_stages:
+                raise CallFailedError("refused", "too many evaluations wait here", hop=hop)
+            self._evaluations_awaiting += 1
+            try:
+                await self.parts.commit_of(step - 1)
+            finally:
+                self._evaluations_awaiting -= 1
         if self.parts.ledger.step != step:
             raise CallFailedError(
                 "refused", f"at step {self.parts.ledger.step}, not {step}", hop=hop

@@ -70,6 +70,12 @@ class Pipeline:
         self.layers = dict(layers)
         self.inputs, self.loss, self.weight, self.data = inputs, loss, weight, data
         self.below = dict(below or {})
+        for name, number in self.below.items():
+            if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+                raise PipelineError(
+                    f"below of {name!r} is {number!r}",
+                    "give the number that all its values are below",
+                )
 
     def load_data(self) -> Samples:
         """The user's samples, checked. Raises DataError."""

@@ -86,17 +86,25 @@ def addresses_of(peer: str, addresses: Iterable[str]) -> list[str]:
 
 
 def farthest_first(addresses: Iterable[str]) -> list[str]:
-    """Names and public addresses, then those of local networks, then those of this machine alone:
-    where not all can be told, the last are the least loss."""
+    """Names and public addresses, then those of local networks, through relays, and what is of this
+    machine alone or unknown: where not all can be told, the last are the least loss."""
     return sorted(addresses, key=_nearness)
 
 
 def _nearness(address: str) -> int:
     parts = address.split("/")
-    if len(parts) < 3 or parts[1] not in ("ip4", "ip6"):
-        return 0
-    ip = ipaddress.ip_address(parts[2])
-    return 2 if ip.is_loopback else 0 if ip.is_global else 1
+    if "p2p-circuit" in parts:
+        return 2
+    match parts[1:3]:
+        case ["dns" | "dns4" | "dns6" | "dnsaddr", _]:
+            return 0
+        case ["ip4" | "ip6", value]:
+            try:
+                ip = ipaddress.ip_address(value)
+            except ValueError:
+                return 3
+            return 3 if ip.is_loopback else 0 if ip.is_global else 1
+    return 3
 
 
 def wrong_with_address(address: str) -> str:

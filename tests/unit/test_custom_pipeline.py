@@ -191,6 +191,12 @@ def test_data_that_contradict_it_are_one_line(
         below(labelled(*train), labelled(*validation), **named)
 
 
+@pytest.mark.parametrize("number", ["10", 0, True, 2.5])
+def test_what_is_no_number_of_classes_is_one_line(number: Any) -> None:
+    with pytest.raises(PipelineError, match=r"^below of 'y' is"):
+        definition(below={"y": number})
+
+
 def test_validation_has_no_dropout() -> None:
     class Half(nn.Module):
         def __init__(self) -> None:

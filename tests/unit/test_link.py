@@ -99,8 +99,10 @@ def test_what_is_said(text: str, said: str) -> None:
 def test_the_addresses_that_reach_farthest_come_first() -> None:
     own, docker, lan = "/ip4/127.0.0.1/tcp/1", "/ip4/172.17.0.1/tcp/1", "/ip4/192.168.1.5/tcp/1"
     public, six, name = "/ip4/8.8.8.8/tcp/1", "/ip6/2600::1/tcp/1", "/dns4/a.example/tcp/1"
-    assert farthest_first([own, docker, lan, public, six, "/ip6/::1/tcp/1", name]) == [
+    relay, odd = "/ip4/8.8.8.8/tcp/1/p2p/R/p2p-circuit", ("/ip6zone/eth0/ip6/fe80::1", "/ip4/x", "")
+    assert farthest_first([own, docker, relay, lan, *odd, public, six, "/ip6/::1/tcp/1", name]) == [
         *(public, six, name),
         *(docker, lan),
-        *(own, "/ip6/::1/tcp/1"),
+        relay,
+        *(own, *odd, "/ip6/::1/tcp/1"),
     ]

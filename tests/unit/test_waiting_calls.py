@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from peer.calls import FIELDS_CODEC, MicrobatchCall
-from peer.stage_server import StageServer
+from peer.stage_server import EVALUATIONS, StageServer
 from swarm.ahead import Ahead
 from swarm.compute import InlineCompute
 from swarm.delayed_state import new_state
@@ -23,13 +23,17 @@ from tests.protocol.tiny import OPTIMIZER, TinyBatches, pipeline
 
 OLD, NOW, NEXT = (Term(0, counter, "t#1") for counter in (1, 2, 3))
 MICROBATCHES = 4
-MOST = 4 * (MICROBATCHES + 1)  # that wait at once, in one stage
 # Of the second step, and of the half of it that waits for the commit of the first.
 CALL = MicrobatchCall(NOW, 1, 3, 1, 0, ("a#1",), 0, 4.0, False)
 FIELDS = [
     encode(torch.from_numpy(each), FIELDS_CODEC)
     for _, each in sorted(TinyBatches().batch(0, 0).items())
 ]
+
+
+async def all_that_needs_no_waiting() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 class Replica:
@@ -48,8 +52,7 @@ class Replica:
         """After all that it does without waiting."""
         handle: Any = self.server.methods()[method].handle
         self.calls.append(asyncio.ensure_future(handle(None, Message(body, FIELDS))))
-        for _ in range(10):
-            await asyncio.sleep(0)
+        await all_that_needs_no_waiting()
         return self.calls[-1]
 
     async def aclose(self) -> None:
@@ -86,23 +89,51 @@ async def a_far_step_does_not_wait(replica: Replica) -> None:
         )
 
 
-async def no_more_wait_than_there_may_be(replica: Replica) -> None:
-    for _ in range(MOST):
-        assert not (await replica.call("microbatch", CALL.body())).done()
-    for method, body in (("microbatch", CALL.body()), ("evaluate", evaluation(NOW, 1))):
-        call = await replica.call(method, body)
-        assert "too many calls wait for a commit here" in why(call)
-        if method == "microbatch":  # at this hop, so that nobody else is suspected
-            assert isinstance(call.exception(), CallFailedError)
-    now = await replica.call("microbatch", replace(CALL, step=0).body())
-    assert "too many" not in str(now.exception() if now.done() else ""), "it waits for nothing"
-    replica.calls[0].cancel()
-    await asyncio.sleep(0)
+async def the_newest_try_waits_and_no_other(replica: Replica) -> None:
+    older = await replica.call("microbatch", CALL.body())
+    newer = await replica.call("microbatch", replace(CALL, try_=2).body())
+    assert "given up here for a newer try" in why(older)
+    assert isinstance(older.exception(), CallFailedError), (
+        "at this hop, so that no other is suspected"
+    )
+    late = await replica.call("microbatch", CALL.body())
+    assert "try 2 has overtaken try 1" in why(late)
+    assert not newer.done()
+    other = await replica.call("microbatch", replace(CALL, index=2).body())
+    assert not other.done()
+    newer.cancel()
+    await asyncio.gather(newer, return_exceptions=True)
+    assert newer.cancelled()
+    assert list(replica.server._awaiting) == [(CALL.step, 2)]
+    replica.server.parts.committed()
+    await all_that_needs_no_waiting()
+    assert not replica.server._awaiting
+
+
+async def what_need_not_wait_is_not_counted(replica: Replica) -> None:
+    await replica.call("microbatch", CALL.body())
+    await replica.call("microbatch", replace(CALL, step=0).body())
+    assert list(replica.server._awaiting) == [(CALL.step, CALL.index)]
+
+
+async def no_more_evaluations_wait_than_a_leader_asks_for(replica: Replica) -> None:
+    calls = [await replica.call("evaluate", evaluation(NOW, 1)) for _ in range(EVALUATIONS)]
+    assert not any(call.done() for call in calls)
+    assert "too many evaluations wait" in why(await replica.call("evaluate", evaluation(NOW, 1)))
+    calls[0].cancel()
+    await all_that_needs_no_waiting()
     assert not (await replica.call("evaluate", evaluation(NOW, 1))).done(), "there is room again"
 
 
 @pytest.mark.parametrize(
-    "check", [another_term_does_not_wait, a_far_step_does_not_wait, no_more_wait_than_there_may_be]
+    "check",
+    [
+        another_term_does_not_wait,
+        a_far_step_does_not_wait,
+        the_newest_try_waits_and_no_other,
+        what_need_not_wait_is_not_counted,
+        no_more_evaluations_wait_than_a_leader_asks_for,
+    ],
 )
 def test_of_what_waits_for_a_commit(check: Any) -> None:
     async def main() -> None:
