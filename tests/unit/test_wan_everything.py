@@ -31,7 +31,7 @@ here = pathlib.Path(__file__).parent
 try:
     (here / "measuring").write_text(str(os.getpid()))
     while True:
-        time.sleep(0.1)
+        time.sleep(0.1)  # not signal.pause(): a signal just before it would be waited for in vain
 finally:
     (here / "cleaned up").touch()
 """
