@@ -11,7 +11,10 @@ data. The gap is of the mean loss over the same validation tokens, against `exac
 size and seed; the table shows the mean and the largest of the seeds.
 
 A run is kept in DIR once it has finished, and not made again: end the program at any time and start
-it anew. A byte-level Llama of 6 layers in 3 stages; 1.2 M parameters at hidden 128.
+it anew. A byte-level Llama of 6 layers in 3 stages; 1.2 M parameters at hidden 128. Runs on a GPU
+(`--device cuda`) are compared among themselves, since their sha256 is that of a swarm of GPUs; few
+large microbatches take less time there (`--microbatches 1 --microbatch-size 8` for the default 4
+and 2, which makes equal steps).
 
     python benchmarks/convergence.py DIR [--all] [--seeds 0,1,2] [--hidden 128] [--settings exact,…]
 
@@ -44,22 +47,21 @@ from _helpers import print_results, result
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from peer.launch import plan_of
+from peer.launch import be_exact, choose_device, plan_of
 from swarm.config import RunConfig, parse_config
 from swarm.config_fields import Codec
 from swarm.config_text import DEMO_MODEL
 from swarm.data import build_dataset
 from swarm.delayed_state import State, new_state
-from swarm.errors import ConfigError
+from swarm.errors import ConfigError, SwarmError
 from swarm.model import build_pipeline, model_sha256
 from swarm.model.subspace import FROZEN_SCALE
 from swarm.optim import clip_scale
-from swarm.stage_state import GradientFacts, Graph, StageState, rounded
+from swarm.stage_state import Graph, StageState, rounded
 from swarm.wire.boundaries import BACKWARD, FORWARD, BoundaryCodecs
 from swarm.wire.codecs import WireTensor, decode
 
 STAGES, SEQUENCE, SIZE, HEAD = 3, 128, 2, 32
-MICROBATCH_TOKENS = SEQUENCE * SIZE
 SMOOTHED = 80_000  # tokens
 VALIDATION_TOKENS = 204_800  # unless told; names of results say any other number
 SUBSPACES, HIDDEN = ("subspace-8", "subspace-16", "subspace-32", "subspace-64"), (128, 256, 384)
@@ -75,7 +77,13 @@ CODECS = ("bfloat16", "int8", "int4", "int8~", "int4~", "int4/int8")
 
 
 def sections(
-    setting: str, hidden: int, seed: int, steps: int, lr: float, microbatches: int
+    setting: str,
+    hidden: int,
+    seed: int,
+    steps: int,
+    lr: float,
+    microbatches: int,
+    microbatch_size: int = SIZE,
 ) -> dict[str, Any]:
     """The run.toml of one run. ValueError for a setting that there is not."""
     model: dict[str, Any] = {"stages": STAGES}
@@ -107,7 +115,7 @@ def sections(
         "run": {"name": f"convergence {setting}", "seed": seed},
         "model": {**model, "config": {**DEMO_MODEL, **sizes, **heads}},
         "data": {"source": "stdlib", "sequence": SEQUENCE},
-        "batch": {"microbatches": microbatches, "microbatch_size": SIZE},
+        "batch": {"microbatches": microbatches, "microbatch_size": microbatch_size},
         "optimizer": {"lr": lr, "nesterov": True},
         "schedule": {"kind": "cosine", "warmup_steps": min(50, steps), "steps": steps},
         "wire": wire,
@@ -135,18 +143,19 @@ def toml(tables: Mapping[str, Mapping[str, Any]], prefix: str = "") -> str:
 
 
 class Chain:
-    """All stages of a run in one process, with the wire between them."""
+    """All stages of a run in one process and on one device, with the wire between them."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self.config, self.plan = config, plan_of(config)
+    def __init__(self, config: RunConfig, device: str = "cpu") -> None:
+        self.config, self.plan, self.device = config, plan_of(config), device
         self.pipeline, self.data = build_pipeline(config), build_dataset(config)
         self.codecs = BoundaryCodecs.of(config)
         self.states = [
             new_state(
-                partial(self.pipeline.build_stage, stage),
+                partial(self.pipeline.build_stage, stage, device),
                 config.optimizer,
                 ahead=self.plan.ahead,
                 accumulate=config.update.accumulate,
+                device=device,
             )
             for stage in range(self.pipeline.num_stages)
         ]
@@ -158,15 +167,16 @@ class Chain:
         batches = [self.data.batch(step, index) for index in range(plan.num_microbatches)]
         divisor = float(sum(self.pipeline.weight(batch) for batch in batches))
         for index, batch in enumerate(batches):
-            losses.append(self._microbatch(step, index, _tensors(batch), divisor))
+            losses.append(self._microbatch(step, index, self._tensors(batch), divisor))
         gradients = [rounded(state.accumulator) for state in self.states]
-        facts = [
-            GradientFacts.of(state.layout, gradient)
+        norms = [
+            norm
             for state, gradient in zip(self.states, gradients, strict=True)
+            for norm in state.layout.squared_norms(gradient)
         ]
-        if not all(each.finite for each in facts):
+        if not all(map(math.isfinite, norms)):
             raise SystemExit(f"step {step}: a gradient is not finite")
-        norm = math.sqrt(math.fsum(n for each in facts for n in each.squared_norms))
+        norm = math.sqrt(math.fsum(norms))
         scale = clip_scale(norm, plan.clip_norm)
         for state, gradient in zip(self.states, gradients, strict=True):
             state.apply(gradient, lr=plan.lr(step), scale=scale)
@@ -202,7 +212,13 @@ class Chain:
 
     def _arrive(self, sent: Sequence[WireTensor], direction: str) -> list[Tensor]:
         self.wire_bytes[direction] += sum(each.wire_bytes for each in sent)
-        return [decode(each) for each in sent]
+        return [decode(each, self.device) for each in sent]
+
+    def _tensors(self, batch: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
+        return {
+            name: torch.from_numpy(np.ascontiguousarray(each)).to(self.device)
+            for name, each in batch.items()
+        }
 
     def validate(self, num_batches: int) -> float:
         """Mean loss over the first validation batches, through the same codecs."""
@@ -211,12 +227,12 @@ class Chain:
             batch = self.data.validation_batch(index)
             between: Sequence[Tensor] = ()
             for stage, state in enumerate(self.states):
-                outputs = state.evaluate(between, _tensors(batch))
+                outputs = state.evaluate(between, self._tensors(batch))
                 if stage == last:
                     losses.append(float(outputs[0]))
                 else:
                     sent = self.codecs.encode(outputs, stage, FORWARD, None)
-                    between = [decode(each) for each in sent]
+                    between = [decode(each, self.device) for each in sent]
             items += self.pipeline.weight(batch)
         return math.fsum(losses) / items
 
@@ -233,10 +249,6 @@ class Chain:
         return model_sha256(hashes, self.pipeline.key_order)
 
 
-def _tensors(batch: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(np.ascontiguousarray(each)) for name, each in batch.items()}
-
-
 def part_of(steps: int) -> int:
     """How many steps one kept loss is the mean of."""
     return max(1, steps // KEPT_LOSSES)
@@ -249,23 +261,28 @@ def thinned(losses: Sequence[float]) -> list[float]:
     return [round(float(each), 4) for each in np.reshape(losses[:whole], (-1, size)).mean(axis=1)]
 
 
+def step_tokens_of(options: argparse.Namespace) -> int:
+    tokens: int = options.microbatches * options.microbatch_size * SEQUENCE
+    return tokens
+
+
 def described_by(
     setting: str, hidden: int, seed: int, options: argparse.Namespace
 ) -> dict[str, Any]:
     """The run.toml of a run under these options; ValueError as `sections`."""
-    steps = -(-options.tokens // (options.microbatches * MICROBATCH_TOKENS))
-    lr = _lr(setting, hidden, options)
-    return sections(setting, hidden, seed, steps, lr, options.microbatches)
+    steps = -(-options.tokens // step_tokens_of(options))
+    lr, size = _lr(setting, hidden, options), options.microbatch_size
+    return sections(setting, hidden, seed, steps, lr, options.microbatches, size)
 
 
 def run(path: Path, setting: str, hidden: int, seed: int, options: argparse.Namespace) -> None:
     """Train one run and write its result; `path` exists only when all of it has been done."""
     described = described_by(setting, hidden, seed, options)
     path.with_suffix(".toml").write_text(toml(described) + "\n")
-    chain = Chain(parse_config(described, setting))
+    chain = Chain(parse_config(described, setting), options.device)
     if setting == TABLE:
         chain.enlarge_embedding()
-    step_tokens, steps = options.microbatches * MICROBATCH_TOKENS, chain.plan.num_steps
+    step_tokens, steps = step_tokens_of(options), chain.plan.num_steps
     began, losses = time.perf_counter(), []
     for step in range(steps):
         losses.append(chain.step(step))
@@ -282,7 +299,9 @@ def run(path: Path, setting: str, hidden: int, seed: int, options: argparse.Name
         "seed": seed,
         "tokens": tokens,
         "parameters": sum(math.prod(s) for state in chain.states for s in state.layout.shapes),
-        "validation": chain.validate(-(-options.validation_tokens // MICROBATCH_TOKENS)),
+        "validation": chain.validate(
+            -(-options.validation_tokens // (options.microbatch_size * SEQUENCE))
+        ),
         "final_loss": statistics.fmean(losses[-20:]),
         "wire_bytes_per_token": per_token,
         "sha256": chain.sha256(),
@@ -371,8 +390,10 @@ def _ending(setting: str, hidden: int, options: argparse.Namespace) -> str:
     """Of the names of a setting's results that may be compared."""
     validated = options.validation_tokens
     counted = "" if validated == VALIDATION_TOKENS else f"-v{validated}"
+    size = "" if options.microbatch_size == SIZE else f"x{options.microbatch_size}"
+    device = "" if options.device == "cpu" else "-gpu"  # of other bits, so of other pairs
     rate = _lr(setting, hidden, options)
-    return f"-m{options.microbatches}-lr{rate:g}-t{options.tokens}{counted}"
+    return f"-m{options.microbatches}{size}-lr{rate:g}-t{options.tokens}{counted}{device}"
 
 
 def _found(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -419,30 +440,40 @@ def main() -> None:
     parser.add_argument("--validation-tokens", type=int, default=VALIDATION_TOKENS)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--subspace-lr", type=float, help="whatever the width")
-    parser.add_argument("--microbatches", type=int, default=4, help="of a step, 256 tokens each")
+    parser.add_argument("--microbatches", type=int, default=4, help="of a step")
+    parser.add_argument(
+        "--microbatch-size", type=int, default=SIZE, help=f"sequences of {SEQUENCE} tokens"
+    )
+    parser.add_argument("--device", default="cpu", help="auto, cpu, cuda or cuda:i")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--show", action="store_true", help="only what is in DIR; run nothing")
     parser.add_argument("--plot", type=Path, help="also draw it, as PNG")
     options = parser.parse_args()
-    if min(options.tokens, options.validation_tokens, options.microbatches, options.threads) < 1:
-        parser.error("--tokens, --validation-tokens, --microbatches and --threads are at least 1")
+    for name in ("tokens", "validation_tokens", "microbatches", "microbatch_size", "threads"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} is at least 1")
     if any(hidden < HEAD or hidden % HEAD for hidden in options.hidden):
         parser.error(f"--hidden is of multiples of {HEAD}, the size of an attention head")
     wanted = [(h, s) for h in options.hidden for s in options.settings.split(",")]
     if options.all:
         wanted = [(h, s) for h in HIDDEN for s in ("exact", *SUBSPACES)]
         wanted += [(HIDDEN[0], s) for s in (*CODECS, *DELAYED)]
+    try:
+        if options.device == "auto" or not options.show:
+            options.device = choose_device(options.device)
+        if not options.show:
+            for seed in options.seeds:
+                for hidden, setting in wanted:  # all of them, before the first is trained
+                    parse_config(described_by(setting, hidden, seed, options), setting)
+    except SwarmError as error:
+        parser.exit(error.exit_code, f"error: {error}\n")
+    except ValueError as error:
+        parser.exit(ConfigError.exit_code, f"error: {error}\n")
     if options.show:
         runs = _found(options)
         results = show(runs)
     else:
-        torch.set_num_threads(options.threads)
-        try:
-            for seed in options.seeds:
-                for hidden, setting in wanted:  # all of them, before the first is trained
-                    parse_config(described_by(setting, hidden, seed, options), setting)
-        except (ValueError, ConfigError) as error:
-            parser.exit(ConfigError.exit_code, f"error: {error}\n")
+        be_exact(options.device, options.threads)
         runs, results = _trained(wanted, options)
     if options.plot:
         if not runs:
@@ -450,7 +481,7 @@ def main() -> None:
                 f"error: nothing to draw: no run under these options has finished in "
                 f"{options.directory}; leave out --show to train"
             )
-        plot(runs, options.microbatches * MICROBATCH_TOKENS, options.plot)
+        plot(runs, step_tokens_of(options), options.plot)
     print_results("convergence", results)
 
 

@@ -201,6 +201,14 @@ class _Server:
         with contextlib.suppress(OSError):  # gone: the next receive says so
             self.connection.sendall(packed(message))
 
+    def finish_talking(self) -> None:
+        """Wait until the supervisor has read all and gone. A socket that is closed with something
+        unread in it takes from the other end what that has not read."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+        while self._receive():
+            pass
+
     def end(self) -> None:
         """Kill and reap every child, and the daemons orphaned by that."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -301,6 +309,7 @@ def _serve(descriptor: int) -> None:
         server.prepare()
     except Exception as error:
         server._tell(failed=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+        server.finish_talking()
         sys.exit(CRASHED)
     try:
         server.serve()

@@ -30,7 +30,7 @@ from _lab import Lab
 from _lab_swarm import lab_swarm
 from _measured import Traffic, given, said, traffic_of
 from _namespaces import LabError
-from convergence import MICROBATCH_TOKENS, STAGES, sections
+from convergence import SEQUENCE, SIZE, STAGES, sections
 
 from swarm.averaging.plan import make_plan
 from swarm.config import RunConfig, parse_config
@@ -47,6 +47,7 @@ GRADIENTS = (
 )  # and in what they are summed
 BESIDE = "bfloat16"
 HIDDEN, MICROBATCHES, WARM_UP_STEPS, LIMIT_S = 128, 16, 2, 600.0
+MICROBATCH_TOKENS = SEQUENCE * SIZE
 
 
 class Counted(NamedTuple):
