@@ -24,7 +24,7 @@ from swarm.errors import StageFailedError, SwarmError
 from swarm.model.layout import model_sha256
 from swarm.model.stage import ModelPipeline
 from swarm.optim import OptimizerSettings, clip_scale
-from swarm.stage_state import GradientFacts, rounded, total
+from swarm.stage_state import rounded, total
 
 
 class Baseline:
@@ -84,9 +84,10 @@ class Baseline:
             losses.append(float(graph.outputs[0].detach()))
             version.backward(graph, None, into=oldest)
         gradient = rounded(state.accumulator)
-        facts = GradientFacts.of(state.layout, gradient.cpu())  # as in a swarm, to the last bit
-        norm = math.sqrt(math.fsum(facts.squared_norms)) if facts.finite else math.nan
-        if facts.finite:
+        squared_norms = state.layout.squared_norms(gradient)
+        finite = all(map(math.isfinite, squared_norms))
+        norm = math.sqrt(math.fsum(squared_norms)) if finite else math.nan
+        if finite:
             state.apply(gradient, lr=plan.lr(step), scale=clip_scale(norm, plan.clip_norm))
         else:
             state.skip()

@@ -20,7 +20,7 @@ from peer.stage_server import StageServer
 from swarm.averaging.policy import Update, UpdatePolicy
 from swarm.compute import Kind
 from swarm.errors import RefusedError, StageFailedError, SwarmError
-from swarm.model.layout import sha256_of
+from swarm.model.layout import gradient_sha256
 from swarm.net.channel import CallFailedError
 from swarm.stage_state import GradientFacts
 from swarm.terms import Ballot, Record
@@ -176,7 +176,7 @@ class Commits:
                 log.debug("gradient of step %d not at %s: %s", record.step, member[-8:], error)
                 continue
             compute = self.server.compute
-            found = (await compute.run(Kind.BACKGROUND, partial(sha256_of, gradient))).value
+            found = (await compute.run(Kind.BACKGROUND, partial(gradient_sha256, gradient))).value
             if found == expected:
                 facts = GradientFacts(expected, [], record.outcome == "applied")
                 return Prepared(record.ballot, Update(gradient, facts))

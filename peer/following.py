@@ -18,7 +18,7 @@ from peer.gradients import fetch_gradient
 from peer.stage_server import StageServer
 from swarm.compute import Kind
 from swarm.errors import RefusedError, SwarmError
-from swarm.model.layout import sha256_of
+from swarm.model.layout import gradient_sha256
 from swarm.net.channel import CallFailedError, Channel
 from swarm.tasks import TaskSet
 from swarm.terms import Record
@@ -176,7 +176,9 @@ class Following:
                 log.debug("no gradient of %d from %s: %s", step, name[-8:], error)
                 self._failed.add(name)
                 continue
-            sha256 = await self.server.compute.run(Kind.BACKGROUND, partial(sha256_of, gradient))
+            sha256 = await self.server.compute.run(
+                Kind.BACKGROUND, partial(gradient_sha256, gradient)
+            )
             expected = record.gradients.get(self.server.stage)
             if record.step == step and sha256.value == expected:
                 return record, gradient

@@ -23,7 +23,7 @@ from peer.slots import MAX_SLOTS
 from peer.snapshots import Donor
 from peer.stage_server import Probe, StageServer, no_probe
 from swarm.averaging.policy import UpdatePolicy
-from swarm.compute import Compute, Kind
+from swarm.compute import Compute, Kind, Timed
 from swarm.delayed_state import State, new_state
 from swarm.errors import JoinError, RefusedError, StageFailedError, SwarmError, WireError
 from swarm.model.stage import ModelPipeline
@@ -249,7 +249,8 @@ class Member:
             )
 
         try:
-            state = (await self.compute.run(Kind.BACKGROUND, lambda: build(self.device))).value
+            made: Timed[State] = await self.compute.run(Kind.BACKGROUND, lambda: build(self.device))
+            state = made.value
         except StageFailedError as error:
             raise _cannot_build(stage, error) from error
         if self.benchmark_s > 0:

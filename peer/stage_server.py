@@ -23,11 +23,11 @@ from peer.kept import Work
 from peer.parts import Part, Parts
 from peer.slots import Slots
 from swarm.ahead import NONE, Ahead
-from swarm.compute import Compute, Kind, Timed, WatchedCompute
+from swarm.compute import Compute, Kind, Result, Timed, WatchedCompute
 from swarm.delayed_state import State
-from swarm.device import Arrivals, Uploader, settle
+from swarm.device import Arrivals, Departures, Downloader, Uploader
 from swarm.errors import JoinError, RefusedError, StageFailedError, TransportError, WireError
-from swarm.finite import NotFiniteError, finite
+from swarm.finite import NotFiniteError, finite, proven, totals
 from swarm.ledger import Decision, Do
 from swarm.model.stage import gradient_specs
 from swarm.net.channel import CallFailedError, Channel, Message, Method
@@ -92,7 +92,7 @@ class StageServer:
         self.num_microbatches, self.codecs, self.probe = num_microbatches, codecs, probe
         self.slots = Slots(slots)
         self.parts = Parts(state, kept_bytes, ahead, release=self._release)
-        self.uploader = Uploader(state.device)
+        self.uploader, self.downloader = Uploader(state.device), Downloader(state.device)
         self.tasks = TaskSet()
         # By step and index: the try that waits for a commit, and its waiting.
         self._awaiting: dict[tuple[int, int], tuple[int, asyncio.Task[None]]] = {}
@@ -284,23 +284,28 @@ class StageServer:
 
     def _run_forward(
         self, part: Part, work: Work, call: MicrobatchCall, arrivals: Arrivals
-    ) -> tuple[Graph, list[WireTensor]]:
+    ) -> Result[tuple[Graph, list[WireTensor]]]:
         arrived = arrivals.tensors()
         batch, inputs = self._named(arrived)
         divisor = call.divisor if call.is_last else None
         graph = self.parts.version(part, call.index).forward(
             call.step, call.index, inputs, batch, divisor
         )
-        if not work.nonfinite and not finite(graph.outputs):
-            if not call.nonfinite and finite(arrived):
-                raise NotFiniteError("its forward gives what is no number")
-            work.nonfinite = True
-        if call.is_last:
-            work.loss = float(graph.outputs[0].detach())  # here, since it waits for the kernels
-            return graph, []
-        return graph, self.codecs.encode(
-            graph.outputs, self.stage, FORWARD, (call.step, call.index)
-        )
+        outputs, place = graph.outputs, (call.step, call.index)
+        sent = () if call.is_last else self.codecs.pack(outputs, self.stage, FORWARD, place)
+        departures = self.downloader.begin(sent, totals(outputs))
+
+        def finish() -> tuple[Graph, list[WireTensor]]:
+            sums = departures.numbers()
+            if not work.nonfinite and not proven(sums, outputs):
+                if not call.nonfinite and finite(arrived):
+                    raise NotFiniteError("its forward gives what is no number")
+                work.nonfinite = True
+            if call.is_last:
+                work.loss = sums[0]
+            return graph, departures.wires()
+
+        return departures.then(finish)
 
     def _named(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
         """The microbatch's fields by name, and the stage's inputs."""
@@ -388,28 +393,45 @@ class StageServer:
         arrivals: Arrivals,
         *,
         count_it: bool,
-    ) -> list[WireTensor]:
+    ) -> Result[list[WireTensor]]:
         gradients = arrivals.tensors()
-        came_finite = not work.nonfinite and finite(gradients)
-
+        came = totals(gradients)
+        departures: Departures | None = None
         dx: list[WireTensor] = []
 
-        def check_and_encode(answers: tuple[Tensor, ...]) -> None:
-            """Both may fail, and must not once the gradients are in the accumulator."""
-            nonfinite = count_it and not (came_finite and finite(answers))
+        def send(answers: tuple[Tensor, ...]) -> None:
+            nonlocal departures
+            sent = self.codecs.pack(answers, self.stage - 1, BACKWARD, (call.step, call.index))
+            departures = self.downloader.begin(sent, [*came, *totals(answers)])
+            if departures.ready is None:
+                check(departures, answers)
+
+        def check(departures: Departures, answers: tuple[Tensor, ...]) -> None:
+            """May fail. On a CPU nothing is in the accumulator by then; a GPU is not waited for, so
+            there it spoils what its replica has counted of the step: nonsense is rare."""
+            sums = departures.numbers()
+            came_finite = not work.nonfinite and proven(sums[: len(came)], gradients)
+            nonfinite = count_it and not (came_finite and proven(sums[len(came) :], answers))
             if nonfinite and came_finite and not call.nonfinite:
                 raise NotFiniteError("its backward gives what is no number")
-            dx.extend(
-                self.codecs.encode(answers, self.stage - 1, BACKWARD, (call.step, call.index))
-            )
-            settle(self.state.device)
+            dx.extend(departures.wires())
             part.nonfinite = part.nonfinite or nonfinite
 
         # Not the version that is the newest by now: a commit may have come since the forward.
-        graph.state.backward(
-            graph, gradients or None, into=part.state if count_it else None, before=check_and_encode
-        )
-        return dx
+        into = part.state if count_it else None
+        answers = graph.state.backward(graph, gradients or None, into=into, before=send)
+        assert departures is not None
+
+        def finish() -> list[WireTensor]:
+            if departures.ready is not None:
+                try:
+                    check(departures, answers)
+                except Exception:
+                    part.state.spoiled = part.state.spoiled or count_it
+                    raise
+            return dx
+
+        return departures.then(finish)
 
     async def _recompute(
         self, part: Part, work: Work, call: MicrobatchCall, tensors: Sequence[WireTensor]

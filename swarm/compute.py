@@ -10,6 +10,7 @@ virtual time `InlineCompute` runs the same queue on the loop and lets kernels ta
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 import threading
@@ -19,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeAlias, TypeVar
 
 from swarm.errors import StageFailedError
 
@@ -91,12 +92,40 @@ class Timed(Generic[T]):
     seconds: float
 
 
+class Signal(Protocol):
+    """What a device gives once it has come so far; a `torch.cuda.Event`."""
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launched(Generic[T]):
+    """What a task returns that has only queued its kernels, on a device that runs them beside this
+    thread. `finish` makes its result, once the device is `ready`."""
+
+    ready: Signal
+    finish: Callable[[], T]
+
+
+Result: TypeAlias = T | Launched[T]
+Task: TypeAlias = Callable[[], Result[T]]
+
+
+def waited_for(result: Result[T]) -> T:
+    """What a task gives in the end."""
+    if isinstance(result, Launched):
+        result.ready.synchronize()
+        return result.finish()
+    return result
+
+
 class Compute(Protocol):
     """Runs functions on one device, one at a time. `counts` says how many of each kind ran."""
 
     counts: Counter[Kind]
 
-    async def run(self, kind: Kind, task: Callable[[], T], step: int = 0) -> Timed[T]:
+    async def run(self, kind: Kind, task: Task[T], step: int = 0) -> Timed[T]:
         """Queue `task`, of training step `step`, and wait. A cancelled caller takes a task that has
         not begun off the queue; one that has begun completes unseen. An exception of the task is
         raised as StageFailedError with its text."""
@@ -106,7 +135,11 @@ class Compute(Protocol):
 
 
 class ThreadCompute:
-    """One worker thread. `afab` runs forwards before backwards."""
+    """One worker thread. `afab` runs forwards before backwards.
+
+    While the device runs the kernels of a forward or backward (`Launched`), the thread queues those
+    of one more, and then waits for the first. Whatever else a task may be finds the device idle.
+    """
 
     def __init__(self, *, afab: bool = False, name: str = "compute") -> None:
         self.counts: Counter[Kind] = Counter()
@@ -114,10 +147,12 @@ class ThreadCompute:
         self._queue: KernelQueue[_Job] = KernelQueue(afab=afab)
         self._wake = threading.Condition()
         self._stopped = False
+        self._under_way: tuple[_Job, Launched] | None = None  # the worker's alone, as what follows
+        self._idle_since = 0.0
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
 
-    async def run(self, kind: Kind, task: Callable[[], T], step: int = 0) -> Timed[T]:
+    async def run(self, kind: Kind, task: Task[T], step: int = 0) -> Timed[T]:
         loop = asyncio.get_running_loop()
         job = _Job(kind, task, loop.create_future(), loop)
         with self._wake:
@@ -128,28 +163,55 @@ class ThreadCompute:
         return await job.future
 
     def _work(self) -> None:
-        while True:
-            with self._wake:
-                while (job := self._queue.pop()) is None and not self._stopped:
-                    self._wake.wait()
-                if job is None:
-                    return
-            if job.future.cancelled():
-                continue
-            self._queue.began(job.kind)
-            began = time.perf_counter()
-            try:
-                value, error = job.task(), None
-            except Exception as caught:
-                value, error = None, _as_stage_failure(caught)
-            seconds = time.perf_counter() - began
-            self.busy_s += seconds
-            self.counts[job.kind] += 1
-            try:
-                job.loop.call_soon_threadsafe(job.finish, value, seconds, error)
-            except RuntimeError:  # the loop has been closed: nobody waits any more
-                return
-            del job, value, error
+        while (job := self._next()) is not None or self._under_way is not None:
+            if job is None or job.kind not in (Kind.FORWARD, Kind.BACKWARD):
+                self._complete()
+            if job is not None and not job.future.cancelled():
+                self._queue.began(job.kind)
+                self._begin(job)
+            del job
+
+    def _next(self) -> _Job | None:
+        """What to do now; None: nothing, until what is under way has been completed or, with
+        nothing under way, for ever."""
+        with self._wake:
+            while (job := self._queue.pop()) is None and not self._stopped:
+                if self._under_way is not None:
+                    return None
+                self._wake.wait()
+            return job
+
+    def _begin(self, job: _Job) -> None:
+        job.began = time.perf_counter()
+        try:
+            value, error = job.task(), None
+        except Exception as caught:
+            value, error = None, _as_stage_failure(caught)
+        self._complete()
+        if isinstance(value, Launched):
+            self._under_way = job, value
+        else:
+            self._tell(job, value, error)
+
+    def _complete(self) -> None:
+        """What is under way, if anything is."""
+        if self._under_way is None:
+            return
+        (job, launched), self._under_way = self._under_way, None
+        try:
+            value, error = waited_for(launched), None
+        except Exception as caught:
+            value, error = None, _as_stage_failure(caught)
+        self._tell(job, value, error)
+
+    def _tell(self, job: _Job, value: object, error: Exception | None) -> None:
+        """Its result. The device has spent on it the time since it was free for it."""
+        now = time.perf_counter()
+        seconds, self._idle_since = now - max(job.began, self._idle_since), now
+        self.busy_s += seconds
+        self.counts[job.kind] += 1
+        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+            job.loop.call_soon_threadsafe(job.finish, value, seconds, error)
 
     async def aclose(self) -> None:
         with self._wake:
@@ -161,7 +223,7 @@ class ThreadCompute:
 
 
 class _Job:
-    __slots__ = ("future", "kind", "loop", "task")
+    __slots__ = ("began", "future", "kind", "loop", "task")
 
     def __init__(
         self,
@@ -171,6 +233,7 @@ class _Job:
         loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.kind, self.task, self.future, self.loop = kind, task, future, loop
+        self.began = 0.0
 
     def finish(self, value: object, seconds: float, error: Exception | None) -> None:
         if self.future.cancelled():
@@ -195,7 +258,7 @@ class InlineCompute:
         self._busy = False
 
     async def run(
-        self, kind: Kind, task: Callable[[], T], step: int = 0, *, seconds: float | None = None
+        self, kind: Kind, task: Task[T], step: int = 0, *, seconds: float | None = None
     ) -> Timed[T]:
         await self._turn(kind, step)
         try:
@@ -205,7 +268,7 @@ class InlineCompute:
             self.busy_s += seconds
             self.counts[kind] += 1
             try:
-                return Timed(task(), seconds)
+                return Timed(waited_for(task()), seconds)
             except Exception as caught:
                 raise _as_stage_failure(caught) from caught
         finally:
@@ -250,7 +313,7 @@ class WatchedCompute:
         self._waiting: Counter[Kind] = Counter()
         self._since = 0.0  # when it last finished something, or was given work when it had none
 
-    async def run(self, kind: Kind, task: Callable[[], T], step: int = 0) -> Timed[T]:
+    async def run(self, kind: Kind, task: Task[T], step: int = 0) -> Timed[T]:
         loop = asyncio.get_running_loop()
         if not self._waiting.total():
             self._since = loop.time()

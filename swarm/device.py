@@ -1,21 +1,30 @@
-"""Moving microbatches to a stage's device beside its kernels.
+"""Moving microbatches to a stage's device and back beside its kernels.
 
 On a GPU received tensors land in pinned memory and are copied on a stream of their own as soon as
 they arrive, so the copy of the next microbatch overlaps the kernels of this one; the compute
-stream waits for the copy, not the host. On a CPU there is nothing to move: decoding is part of the
-compute task that needs the tensors, and so is decompression everywhere (on a GPU into pinned
-memory), since it is work and not transfer.
+stream waits for the copy, not the host. What a task sends is copied on another stream of its own,
+into pinned memory again, and the compute thread queues the kernels of the next task meanwhile
+(`swarm.compute.Launched`): a GPU that has to wait for Python between two tasks loses a third of its
+time to that. On a CPU there is nothing to move: decoding is part of the compute task that needs the
+tensors, and so is decompression everywhere (on a GPU into pinned memory), since it is work and not
+transfer.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from swarm.wire.codecs import WireTensor, allocate_bytes, decode
+from swarm.compute import Launched
+from swarm.wire.codecs import Packed, WireTensor, allocate_bytes, decode
+
+T = TypeVar("T")
+MAX_PINNED_BYTES = 1 << 30  # of one tensor
 
 
 class Arrivals:
@@ -60,6 +69,81 @@ class Uploader:
     def begin(self, wires: Sequence[WireTensor]) -> Arrivals:
         """Start copying; cheap enough for the event loop."""
         return Arrivals(wires, self)
+
+
+class Departures:
+    """What a task sends, and numbers that it has to know, on their way from the device.
+
+    `ready` is None where there is nothing to wait for. `wires` and `numbers` come after it.
+    """
+
+    def __init__(
+        self, packed: Sequence[Packed], numbers: Sequence[Tensor], stream: torch.cuda.Stream | None
+    ) -> None:
+        self._packed = list(packed)
+        self._values = [each.values for each in packed]
+        self._numbers = [each.detach() for each in numbers]
+        self.ready: torch.cuda.Event | None = None
+        if stream is not None:
+            self._begin(stream)
+
+    def _begin(self, stream: torch.cuda.Stream) -> None:
+        if self._numbers:
+            self._numbers = [torch.stack([each.double() for each in self._numbers])]
+        computed = torch.cuda.current_stream(stream.device).record_event()
+        with torch.cuda.stream(stream):
+            stream.wait_event(computed)
+            self._values = [_leaving(each, stream) for each in self._values]
+            self._numbers = [_leaving(each, stream) for each in self._numbers]
+            self.ready = stream.record_event()
+
+    def wires(self) -> list[WireTensor]:
+        """The tensors in wire form."""
+        return [each.seal(values) for each, values in zip(self._packed, self._values, strict=True)]
+
+    def numbers(self) -> list[float]:
+        return [number for each in self._numbers for number in each.view(-1).tolist()]
+
+    def then(self, finish: Callable[[], T]) -> T | Launched[T]:
+        """What a task returns that ends with `finish`."""
+        return finish() if self.ready is None else Launched(self.ready, finish)
+
+
+def _leaving(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
+    """A copy in pinned memory, once `stream` has come so far."""
+    there = host_memory(tensor.shape, tensor.dtype, tensor.device)
+    there.copy_(tensor, non_blocking=True)
+    tensor.record_stream(stream)
+    return there
+
+
+class Downloader:
+    """Gives everything that a task sends its `Departures` from one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def begin(self, packed: Sequence[Packed], numbers: Sequence[Tensor] = ()) -> Departures:
+        """Start copying what the present stream will have computed by then, with scalar tensors.
+        Belongs on the compute thread."""
+        return Departures(packed, numbers, self._stream)
+
+
+def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """New memory on the CPU, not initialised, for what comes from a device or goes to it. Pinned
+    for a GPU; but little enough to leave the machine its own: torch keeps for itself what it has
+    pinned, and rounds it up to a power of two."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    pinned = device.type == "cuda" and 0 < num_bytes <= MAX_PINNED_BYTES
+    return torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A device's tensor, copied to the CPU. Blocking; belongs on the compute thread."""
+    if tensor.device.type == "cpu":
+        return tensor
+    there = host_memory(tensor.shape, tensor.dtype, tensor.device)
+    return there.copy_(tensor)
 
 
 def allocator(device: str) -> Callable[[int], Tensor]:

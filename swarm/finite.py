@@ -9,7 +9,7 @@ or the model's doing, the numbers are let through, and the step commits as `skip
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -21,13 +21,26 @@ class NotFiniteError(StageFailedError):
     """A computation was given numbers and made of them what is no number."""
 
 
-def finite(tensors: Iterable[Tensor]) -> bool:
-    """Whether all values of all floating point tensors are numbers, neither NaN nor infinite.
-
-    A finite sum proves it, in one pass without memory; one that is not may only have overflowed.
-    """
-    return all(
-        math.isfinite(each.sum().item()) or bool(torch.isfinite(each).all())
+def totals(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The sum of each floating point tensor, on its device: one that is finite proves that all
+    values are numbers, in one pass without memory."""
+    return [
+        each.sum(dtype=torch.float32) if each.itemsize < 4 else each.sum()
         for each in tensors
         if each.is_floating_point()
+    ]
+
+
+def proven(sums: Iterable[float], tensors: Iterable[Tensor]) -> bool:
+    """Whether all values of all floating point tensors, whose `totals` these are, are numbers,
+    neither NaN nor infinite. A sum that is not may only have overflowed."""
+    floating = [each for each in tensors if each.is_floating_point()]
+    return all(
+        math.isfinite(total) or bool(torch.isfinite(each).all())
+        for total, each in zip(sums, floating, strict=True)
     )
+
+
+def finite(tensors: Sequence[Tensor]) -> bool:
+    """The two in one."""
+    return proven([each.item() for each in totals(tensors)], tensors)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from swarm.errors import WireError
-from swarm.model.layout import ParameterLayout, fingerprint, sha256_of
+from swarm.model.layout import ParameterLayout, fingerprint, gradient_sha256
 from swarm.model.stage import Stage, backward
 from swarm.optim import OptimizerSettings, make_optimizer
 
@@ -207,9 +207,11 @@ class GradientFacts:
 
     @classmethod
     def of(cls, layout: ParameterLayout, gradient: Tensor) -> GradientFacts:
-        norms = layout.squared_norms(gradient)
-        finite = all(each - each == 0.0 for each in norms)
-        return cls(sha256_of(gradient), norms, finite)
+        return cls.made(gradient_sha256(gradient), layout.squared_norms(gradient))
+
+    @classmethod
+    def made(cls, sha256: str, squared_norms: list[float]) -> GradientFacts:
+        return cls(sha256, squared_norms, all(map(math.isfinite, squared_norms)))
 
 
 def total(losses: Iterable[float]) -> float:

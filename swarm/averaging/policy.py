@@ -11,6 +11,7 @@ so an aborted attempt costs its time and nothing else.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,9 +22,11 @@ from torch import Tensor
 from swarm.ahead import NONE, Ahead
 from swarm.averaging.plan import EXACT
 from swarm.averaging.progress import Rates
-from swarm.compute import Compute, Kind
+from swarm.compute import Compute, Kind, Timed
 from swarm.delayed_state import State
-from swarm.stage_state import GradientFacts
+from swarm.device import host_memory, to_host
+from swarm.model.layout import gradient_sha256
+from swarm.stage_state import GradientFacts, rounded
 
 
 class Reducer(Protocol):
@@ -93,23 +96,37 @@ class ExactPolicy:
         compute: Compute,
         shares: Sequence[int] | None = None,
     ) -> Update:
-        accumulator = state.accumulator
-        if accumulator.device.type != "cpu":
-            accumulator = (await compute.run(Kind.UPDATE, accumulator.cpu)).value
-        averaged = torch.empty(accumulator.numel(), dtype=torch.float32)
-        rates = await self._reducer.all_reduce(
-            round_id, members, accumulator, averaged, shares=shares, codec=self._codec
-        )
-
-        def finish() -> Update:
-            # facts from the bytes on the CPU: equal at all members whatever their devices
-            facts = GradientFacts.of(state.layout, averaged)
-            return Update(averaged, facts, rates)
-
-        return (await compute.run(Kind.UPDATE, finish)).value
+        rates: Rates
+        if len(members) == 1:
+            alone: Timed[Tensor] = await compute.run(
+                Kind.UPDATE, lambda: to_host(rounded(state.accumulator))
+            )
+            averaged, rates = alone.value, (0,)
+        else:
+            local: Timed[Tensor] = await compute.run(
+                Kind.UPDATE, lambda: to_host(state.accumulator)
+            )
+            averaged = host_memory(local.value.shape, torch.float32, state.device)
+            rates = await self._reducer.all_reduce(
+                round_id, members, local.value, averaged, shares=shares, codec=self._codec
+            )
+        return Update(averaged, await _facts(averaged, state, compute), rates)
 
     def apply(self, state: State, update: Update, *, lr: float, scale: float) -> None:
-        state.apply(update.gradient.to(state.device), lr=lr, scale=scale)
+        gradient = update.gradient.to(state.device, non_blocking=True)
+        state.apply(gradient, lr=lr, scale=scale)
+
+
+async def _facts(averaged: Tensor, state: State, compute: Compute) -> GradientFacts:
+    layout, device = state.layout, state.device
+    if device.type == "cpu":
+        return (await compute.run(Kind.UPDATE, lambda: GradientFacts.of(layout, averaged))).value
+    # Of the same bits wherever they are computed, but hashing needs no device to wait for it.
+    norms, sha256 = await asyncio.gather(
+        compute.run(Kind.UPDATE, lambda: layout.squared_norms(averaged.to(device))),
+        asyncio.to_thread(gradient_sha256, averaged),
+    )
+    return GradientFacts.made(sha256, norms.value)
 
 
 class DelayedPolicy(ExactPolicy):

@@ -14,8 +14,10 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Container, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,11 +25,13 @@ from swarm.errors import PipelineError
 
 ALIGNMENT = 16  # float32 elements, 64 bytes
 CHUNK = 1 << 16  # elements converted at a time: their float64 copy stays in the cache
-NORM_ROW = 1 << 14  # below torch's threshold to split one sum over threads
-NORM_ROWS = 64
+NORM_ROW = 1 << 16  # in float64 they stay in the cache
+NORM_LEFT = 64
+GPU_NORM_ROWS = 256  # each block waits for the GPU
+HASHED_PART = 1 << 20  # elements
 FINGERPRINT_ROW = 1 << 12
 FINGERPRINT_ROWS = 64
-GPU_FINGERPRINT_ROWS = 4096  # each block waits for the GPU
+GPU_FINGERPRINT_ROWS = 4096
 MASK64 = (1 << 64) - 1
 
 
@@ -165,6 +169,19 @@ def sha256_of(tensor: Tensor) -> str:
     return hashlib.sha256(data.numpy().data.cast("B") if data.numel() else b"").hexdigest()
 
 
+def gradient_sha256(flat: Tensor) -> str:
+    """sha256 (hex) over the digests of a flat gradient's parts of `HASHED_PART` elements, which as
+    many threads compute as torch uses: of a billion elements one would take seconds a step."""
+    parts = flat.detach().split(HASHED_PART)
+    threads = min(torch.get_num_threads(), len(parts))
+    if threads > 1:
+        with ThreadPoolExecutor(threads, "sha256") as pool:
+            digests = list(pool.map(sha256_of, parts))
+    else:
+        digests = list(map(sha256_of, parts))
+    return hashlib.sha256(bytes.fromhex("".join(digests))).hexdigest()
+
+
 def model_sha256(hashes: Mapping[str, str], key_order: Sequence[str]) -> str:
     """One hash of a model (or a stage) from its tensors' `tensor_sha256`, whichever stage had them.
 
@@ -181,13 +198,25 @@ def squared_norm_of(tensor: Tensor) -> float:
     """Sum of squares in float64, a function of the tensor's values and shape only."""
     values = tensor.detach().reshape(-1)
     whole = values.numel() // NORM_ROW * NORM_ROW
+    num_rows = 1 if values.device.type == "cpu" else GPU_NORM_ROWS
     sums: list[float] = []
-    blocks = [*values[:whole].split(NORM_ROW * NORM_ROWS), values[whole:]]
-    for block in blocks:
-        if block.numel():
-            rows = block.view(-1, min(NORM_ROW, block.numel())).to(torch.float64)
-            sums += (rows * rows).sum(dim=1).tolist()
-    return _exact_sum(sums)
+    for block in values[:whole].split(NORM_ROW * num_rows):
+        sums += _sums_of_squares(block.view(-1, NORM_ROW))
+    rest = values[whole:]
+    padded = rest.new_zeros(1, max(NORM_LEFT, 1 << rest.numel().bit_length()))
+    padded[0, : rest.numel()] = rest
+    return _exact_sum(sums + _sums_of_squares(padded))
+
+
+def _sums_of_squares(rows: Tensor) -> list[float]:
+    """`NORM_LEFT` sums in float64 for each row, of a power of two elements: its halves are added
+    until that is left. torch's own sum adds in an order that depends on the processor."""
+    sums = rows.double().square_()
+    while sums.shape[1] > NORM_LEFT:
+        half = sums.shape[1] // 2
+        sums = sums[:, :half].add_(sums[:, half:])
+    values: list[float] = sums.flatten().tolist()
+    return values
 
 
 def _exact_sum(values: Sequence[float]) -> float:
@@ -220,13 +249,14 @@ def _fingerprint_of(tensor: Tensor) -> int:
         flat = torch.cat([flat, flat.new_zeros(1)])
     words = flat.view(torch.int64)
     weights = _odd_weights(FINGERPRINT_ROW).to(words.device)
-    result, row = words.numel(), 0
     rows = FINGERPRINT_ROWS if words.device.type == "cpu" else GPU_FINGERPRINT_ROWS
+    sums = []
     for block in words.split(FINGERPRINT_ROW * rows):
         short = block.numel() % FINGERPRINT_ROW
         if short:
             block = torch.cat([block, block.new_zeros(FINGERPRINT_ROW - short)])
-        for value in (block.view(-1, FINGERPRINT_ROW) * weights).sum(dim=1).tolist():
-            row += 1
-            result = (result + value * (2 * row + 1) * 0xD1B54A32D192ED03) & MASK64
-    return result
+        sums.append((block.view(-1, FINGERPRINT_ROW) * weights).sum(dim=1))
+    by_row = torch.cat([words.new_empty(0), *sums]).cpu().numpy().view(np.uint64)
+    numbers = np.arange(1, len(by_row) + 1, dtype=np.uint64)
+    weighted = by_row * (2 * numbers + 1) * np.uint64(0xD1B54A32D192ED03)
+    return (words.numel() + int(weighted.sum())) & MASK64

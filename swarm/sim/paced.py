@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from swarm.compute import InlineCompute, Kind, Timed
+from swarm.compute import InlineCompute, Kind, Task, Timed, waited_for
 from swarm.config import RunConfig, parse_config
 from swarm.model.custom import Pipeline
 
@@ -44,7 +44,7 @@ class PacedCompute(InlineCompute):
         self._free_at = 0.0
 
     async def run(
-        self, kind: Kind, task: Callable[[], T], step: int = 0, *, seconds: float | None = None
+        self, kind: Kind, task: Task[T], step: int = 0, *, seconds: float | None = None
     ) -> Timed[T]:
         loop = asyncio.get_running_loop()
         arrived = loop.time()
@@ -56,7 +56,7 @@ class PacedCompute(InlineCompute):
                 await asyncio.sleep(late_s)
             self.busy_s += seconds
             self.counts[kind] += 1
-            return Timed(task(), seconds)
+            return Timed(waited_for(task()), seconds)
         finally:
             self._next()
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from swarm.wire.codecs import WireTensor, encode
+from swarm.wire.codecs import Packed, WireTensor, pack
 
 if TYPE_CHECKING:
     from swarm.config_fields import RunConfig
@@ -63,13 +63,24 @@ class BoundaryCodecs:
 
         Raises WireError for a dtype that cannot be sent. Belongs on the compute thread.
         """
-        codec, encoded = self.name(boundary, direction), []
+        packed = self.pack(tensors, boundary, direction, microbatch)
+        return [each.seal(each.values.cpu()) for each in packed]
+
+    def pack(
+        self,
+        tensors: Sequence[Tensor],
+        boundary: int,
+        direction: str,
+        microbatch: tuple[int, int] | None,
+    ) -> list[Packed]:
+        """The half of `encode` that does not wait for the tensors' device."""
+        codec, packed = self.name(boundary, direction), []
         for place, tensor in enumerate(tensors):
             seed = None
             if self.seed is not None and microbatch is not None:
                 seed = _seed(self.seed, *microbatch, boundary, direction, place)
-            encoded.append(encode(tensor, codec, seed))
-        return encoded
+            packed.append(pack(tensor, codec, seed))
+        return packed
 
 
 LOSSLESS = BoundaryCodecs()

@@ -102,14 +102,42 @@ class Codec(Protocol):
     def nbytes_bounds(self, dtype: str, shape: Sequence[int]) -> tuple[int, int]:
         """The least and the most bytes an encoded tensor may have."""
 
-    def encode(self, tensor: torch.Tensor, seed: int | None) -> Buffer:
-        """Bytes of a detached tensor of an accepted dtype, on any device.
+    def pack(self, tensor: torch.Tensor, seed: int | None) -> torch.Tensor:
+        """A detached tensor of an accepted dtype as one, contiguous, whose memory is to be sent, on
+        the same device and without waiting for that. It may be the tensor itself.
 
         A codec that can round stochastically does so with a `seed`; the others ignore it.
         """
 
+    def seal(self, packed: torch.Tensor) -> Buffer:
+        """The bytes to send, of what `pack` gave, by now on the CPU. It may be that memory."""
+
     def decode(self, wire: WireTensor, device: torch.device) -> torch.Tensor:
         """The tensor; `wire.meta` has passed `check_meta` and fits `wire.data`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Packed:
+    """A tensor half way to its bytes: `values` have to be brought to the CPU (`swarm.device`)."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    codec: Codec
+    values: torch.Tensor
+
+    def seal(self, values: torch.Tensor) -> WireTensor:
+        """The tensor in wire form, of its `values` on the CPU."""
+        data = self.codec.seal(values)
+        return WireTensor(TensorMeta(self.dtype, self.shape, self.codec.name, len(data)), data)
+
+
+def pack(tensor: torch.Tensor, codec: str, seed: int | None = None) -> Packed:
+    """The first half of `encode`, on the tensor's device, for which it does not wait."""
+    dtype = _DTYPE_NAME.get(tensor.dtype)
+    if dtype is None:
+        raise WireError(f"tensors of {tensor.dtype} cannot be sent")
+    chosen = get_codec(codec_for(dtype, codec))
+    return Packed(dtype, tuple(tensor.shape), chosen, chosen.pack(tensor.detach(), seed))
 
 
 def encode(tensor: torch.Tensor, codec: str, seed: int | None = None) -> WireTensor:
@@ -120,12 +148,8 @@ def encode(tensor: torch.Tensor, codec: str, seed: int | None = None) -> WireTen
     memory, kept alive by the result, and must not be modified while the result is in use.
     Raises WireError for an unknown codec or a dtype that cannot be sent.
     """
-    dtype = _DTYPE_NAME.get(tensor.dtype)
-    if dtype is None:
-        raise WireError(f"tensors of {tensor.dtype} cannot be sent")
-    chosen = get_codec(codec_for(dtype, codec))
-    data = chosen.encode(tensor.detach(), seed)
-    return WireTensor(TensorMeta(dtype, tuple(tensor.shape), chosen.name, len(data)), data)
+    packed = pack(tensor, codec, seed)
+    return packed.seal(packed.values.cpu())
 
 
 def decode(wire: WireTensor, device: str | torch.device = "cpu") -> torch.Tensor:
@@ -188,11 +212,6 @@ def _swapped(tensor: torch.Tensor) -> torch.Tensor:
     return flat.flip(1).reshape(-1).view(tensor.dtype).reshape(tensor.shape)
 
 
-def _little_endian(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.cpu().contiguous()
-    return _swapped(tensor) if _SWAP_BYTES and tensor.element_size() > 1 else tensor
-
-
 def _from_bytes(memory: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
     """Torch-allocated little-endian bytes as a tensor; no copy, except for booleans."""
     if dtype is torch.bool:
@@ -213,7 +232,8 @@ class Uncompressed(Codec, Protocol):
     """A codec whose bytes have a known length and may be compressed."""
 
     def planes(self, dtype: str) -> int:
-        """Into how many planes its bytes are split before they are compressed."""
+        """Into how many planes its bytes are split before they are compressed: the bytes of an
+        item of what `pack` gives."""
 
     def finish(self, memory: torch.Tensor, meta: TensorMeta, device: torch.device) -> torch.Tensor:
         """The logical tensor from its bytes, in torch-allocated uint8 CPU memory."""
@@ -239,8 +259,12 @@ class PlainCodec:
     def planes(self, dtype: str) -> int:
         return self.stored(dtype).itemsize
 
-    def encode(self, tensor: torch.Tensor, seed: int | None) -> Buffer:
-        return bytes_view(_little_endian(tensor.to(self.stored(_DTYPE_NAME[tensor.dtype]))))
+    def pack(self, tensor: torch.Tensor, seed: int | None) -> torch.Tensor:
+        return tensor.to(self.stored(_DTYPE_NAME[tensor.dtype])).contiguous()
+
+    def seal(self, packed: torch.Tensor) -> Buffer:
+        swap = _SWAP_BYTES and packed.element_size() > 1
+        return bytes_view(_swapped(packed) if swap else packed)
 
     def decode(self, wire: WireTensor, device: torch.device) -> torch.Tensor:
         return self.finish(_memory_of(wire), wire.meta, device)
@@ -287,9 +311,11 @@ class BlockCodec:
         nbytes = self.quantizer.packed_bytes(shape)
         return nbytes, nbytes
 
-    def encode(self, tensor: torch.Tensor, seed: int | None) -> Buffer:
-        values = tensor.to(torch.float32).contiguous()
-        return bytes_view(self.quantizer.quantize(values, seed).cpu())
+    def pack(self, tensor: torch.Tensor, seed: int | None) -> torch.Tensor:
+        return self.quantizer.quantize(tensor.to(torch.float32).contiguous(), seed)
+
+    def seal(self, packed: torch.Tensor) -> Buffer:
+        return bytes_view(packed)
 
     def decode(self, wire: WireTensor, device: torch.device) -> torch.Tensor:
         return self.finish(_memory_of(wire), wire.meta, device)
@@ -317,12 +343,14 @@ class ZstdCodec:
         # compressed is ZSTD_COMPRESSBOUND of zstd.h.
         return 1 + (size >> 15), size + (size >> 8) + (max(0, (128 << 10) - size) >> 11)
 
-    def encode(self, tensor: torch.Tensor, seed: int | None) -> Buffer:
-        plain = self.plain.encode(tensor, seed)
+    def pack(self, tensor: torch.Tensor, seed: int | None) -> torch.Tensor:
+        return self.plain.pack(tensor, seed)
+
+    def seal(self, packed: torch.Tensor) -> Buffer:
+        plain = self.plain.seal(packed)
         if not len(plain):
             return b""
-        count = self.plain.planes(_DTYPE_NAME[tensor.dtype])
-        planes = np.frombuffer(plain, np.uint8).reshape(-1, count).T
+        planes = np.frombuffer(plain, np.uint8).reshape(-1, packed.element_size()).T
         return _compressor().compress(np.ascontiguousarray(planes).data)
 
     def decode(self, wire: WireTensor, device: torch.device) -> torch.Tensor:

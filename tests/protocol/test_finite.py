@@ -69,13 +69,13 @@ def unsent(swarm: Swarm, who: str) -> None:
     assert server is not None
     codecs = server.codecs
 
-    def encode(tensors: Any, boundary: int, direction: str, microbatch: Any) -> Any:
+    def pack(tensors: Any, boundary: int, direction: str, microbatch: Any) -> Any:
         if direction != BACKWARD:
-            return codecs.encode(tensors, boundary, direction, microbatch)
+            return codecs.pack(tensors, boundary, direction, microbatch)
         server.codecs = codecs
         raise RuntimeError("no memory to encode it in")
 
-    server.codecs = SimpleNamespace(name=codecs.name, encode=encode)  # type: ignore[assignment]
+    server.codecs = SimpleNamespace(name=codecs.name, pack=pack)  # type: ignore[assignment]
 
 
 def not_uploaded(swarm: Swarm, who: str) -> None:

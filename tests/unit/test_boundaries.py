@@ -30,7 +30,7 @@ def drawn(
 ) -> list[int | None]:
     """The seeds that three tensors are encoded with, in their order."""
     seeds: list[int | None] = []
-    monkeypatch.setattr(boundaries, "encode", lambda tensor, codec, seed: seeds.append(seed))
+    monkeypatch.setattr(boundaries, "pack", lambda tensor, codec, seed: seeds.append(seed))
     codecs.encode([torch.ones(2)] * 3, *sent)  # type: ignore[arg-type]
     return seeds
 
