@@ -6,7 +6,7 @@ must compute the same bits wherever its parameters lie. What weight decay acts o
 parameters with two or more dimensions but for norms and biases, which may have as many (a LayerNorm
 over planes, a bias per expert). Then the others and what is frozen (it has no gradient).
 Everything here that yields a number to be compared (norms, hashes, fingerprint) depends on the
-tensors alone, not on cut or threads.
+tensors alone, not on cut, threads or processor: replicas must say the same of the same gradient.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from swarm.errors import PipelineError
 
 ALIGNMENT = 16  # float32 elements, 64 bytes
 CHUNK = 1 << 16  # elements converted at a time: their float64 copy stays in the cache
-NORM_ROW = 1 << 14  # below torch's threshold to split one sum over threads
-NORM_ROWS = 64
+NORM_ROW = 1 << 15  # stays in the cache, squared and with its sums
+NORM_REST = 64
 FINGERPRINT_ROW = 1 << 12
 FINGERPRINT_ROWS = 64
 GPU_FINGERPRINT_ROWS = 4096  # each block waits for the GPU
@@ -146,8 +146,7 @@ class ParameterLayout:
     def squared_norms(self, flat: Tensor) -> list[float]:
         """The sum of squares of each parameter's part, in layout order, in float64.
 
-        Rows of a fixed length are summed by torch and added exactly, so the value depends on the
-        tensor alone. Add several with `math.fsum` (`squared_norm`), which no order can change.
+        Add several with `math.fsum`, which no order can change.
         """
         return [squared_norm_of(part) for part in self.slices(flat).values()]
 
@@ -178,16 +177,24 @@ def model_sha256(hashes: Mapping[str, str], key_order: Sequence[str]) -> str:
 
 
 def squared_norm_of(tensor: Tensor) -> float:
-    """Sum of squares in float64, a function of the tensor's values and shape only."""
+    """Sum of squares in float64, a function of float32 values and their order alone.
+
+    torch's own sum has as many lanes as the processor's vectors, and so rounds otherwise on ARM
+    than on x86. Here each addition is one of two elements: rows of a fixed length onto their
+    columns, the columns half onto half, and `math.fsum` over the rest. Squares are exact.
+    """
     values = tensor.detach().reshape(-1)
-    whole = values.numel() // NORM_ROW * NORM_ROW
-    sums: list[float] = []
-    blocks = [*values[:whole].split(NORM_ROW * NORM_ROWS), values[whole:]]
-    for block in blocks:
-        if block.numel():
-            rows = block.view(-1, min(NORM_ROW, block.numel())).to(torch.float64)
-            sums += (rows * rows).sum(dim=1).tolist()
-    return _exact_sum(sums)
+    num = min(NORM_ROW, values.numel())
+    sums = torch.zeros(num, dtype=torch.float64, device=values.device)
+    squares = torch.empty_like(sums)
+    for row in values.split(NORM_ROW):
+        square = squares[: row.numel()].copy_(row)
+        sums[: row.numel()].add_(square.mul_(square))
+    while num > NORM_REST:
+        half = (num + 1) // 2
+        sums[: num - half].add_(sums[half:num])
+        num = half
+    return _exact_sum(sums[:num].tolist())
 
 
 def _exact_sum(values: Sequence[float]) -> float:

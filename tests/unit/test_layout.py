@@ -130,6 +130,35 @@ def test_the_norm_is_a_function_of_the_tensor_alone() -> None:
     assert values.pop() == pytest.approx(float(big.double().pow(2).sum()), rel=1e-13)
 
 
+def numbers(count: int) -> torch.Tensor:
+    """Of integers: what `torch.randn` draws differs between kinds of CPU."""
+    draw = torch.Generator().manual_seed(4)
+    return torch.randint(-(2**24), 2**24, (count,), generator=draw).float() * 2.0**-24
+
+
+def norm_by_definition(values: list[float]) -> float:
+    """docs/protocol.md, in additions of Python."""
+    columns = [0.0] * min(1 << 15, len(values))
+    for place, value in enumerate(values):
+        columns[place % (1 << 15)] += value * value
+    while len(columns) > 64:
+        half = (len(columns) + 1) // 2
+        upper = columns[half:] + [0.0] * (2 * half - len(columns))
+        columns = [a + b for a, b in zip(columns[:half], upper, strict=True)]
+    return math.fsum(columns)
+
+
+def test_the_norm_is_added_as_defined() -> None:
+    """Replicas of a stage are compared by it, on whatever machines."""
+    values = numbers(150_000)
+    for count in (0, 1, 63, 65, 1000, 1 << 14, (1 << 14) + 1, 1 << 15, 40_001, 150_000):
+        part = values[:count]
+        assert squared_norm_of(part) == norm_by_definition(part.tolist()), count
+    tiny = values[:1000] * 2.0**-140  # subnormal; their squares are not, in float64
+    assert squared_norm_of(tiny) == norm_by_definition(tiny.tolist()) > 0.0
+    assert squared_norm_of(values).hex() == "0x1.866679349de65p+15"
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_the_norm_shows_what_is_not_finite(bad: float) -> None:
     assert not math.isfinite(squared_norm_of(torch.tensor([1.0, bad])))
@@ -167,3 +196,8 @@ def test_the_fingerprint_sees_every_single_change_and_swap(count: int, data: st.
         swapped[index], swapped[other] = tensor[other], tensor[index]
         assert fingerprint(swapped) != first
     assert fingerprint(tensor, changed) != fingerprint(changed, tensor)
+
+
+def test_the_fingerprint_is_the_same_number_everywhere() -> None:
+    values = numbers(150_001)
+    assert f"{fingerprint(values, values[:77]):016x}" == "2d17c64086f3aa16"
