@@ -7,6 +7,9 @@ and `SGD` here are sequences of single add, sub, mul, div and sqrt operations. I
 result of each of them to the bit, whatever the vector width, thread count or chunk size.
 
 What else it takes:
+- A root that is one: on a CPU numpy takes it, by the processor's own instruction. `torch.sqrt` goes
+  through the vector library torch was built with, and MKL's is often a bit off, for other values on
+  AMD (one in five) than on Intel. It is the only one of the five that torch leaves to a library.
 - A Python float next to a float32 tensor is rounded to float32 first, in the same way everywhere.
   Scalars are therefore computed in Python (float64), by correctly rounded operations too:
   `power` instead of `**`, because libm's `pow` differs between C libraries.
@@ -187,8 +190,7 @@ class SGD(_ChunkedOptimizer):
 
 
 def _root(values: Tensor, *, out: Tensor) -> None:
-    """The square root as IEEE 754 defines it. torch's own is that on a GPU; on a CPU it is what
-    the vector library gives that torch was built with, one value in five a bit off with MKL."""
+    """The square root as IEEE 754 defines it, which torch's is on a GPU only (above)."""
     if values.device.type == "cpu":
         np.sqrt(values.numpy(), out=out.numpy())
     else:

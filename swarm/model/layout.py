@@ -6,7 +6,7 @@ must compute the same bits wherever its parameters lie. What weight decay acts o
 parameters with two or more dimensions but for norms and biases, which may have as many (a LayerNorm
 over planes, a bias per expert). Then the others and what is frozen (it has no gradient).
 Everything here that yields a number to be compared (norms, hashes, fingerprint) depends on the
-tensors alone, not on cut or threads.
+tensors alone, not on cut, threads or processor: replicas must say the same of the same gradient.
 """
 
 from __future__ import annotations
@@ -150,8 +150,7 @@ class ParameterLayout:
     def squared_norms(self, flat: Tensor) -> list[float]:
         """The sum of squares of each parameter's part, in layout order, in float64.
 
-        Rows of a fixed length are summed by torch and added exactly, so the value depends on the
-        tensor alone. Add several with `math.fsum` (`squared_norm`), which no order can change.
+        Add several with `math.fsum`, which no order can change.
         """
         return [squared_norm_of(part) for part in self.slices(flat).values()]
 
@@ -195,7 +194,12 @@ def model_sha256(hashes: Mapping[str, str], key_order: Sequence[str]) -> str:
 
 
 def squared_norm_of(tensor: Tensor) -> float:
-    """Sum of squares in float64, a function of the tensor's values and shape only."""
+    """Sum of squares in float64, a function of float32 values and their order alone.
+
+    torch's own sum has as many lanes as the processor's vectors, and so rounds otherwise on ARM
+    than on x86. Here each addition is one of two elements: of rows of a fixed length, the last filled
+    up with zeros, half is added to half, and `math.fsum` takes what is left. Squares are exact.
+    """
     values = tensor.detach().reshape(-1)
     whole = values.numel() // NORM_ROW * NORM_ROW
     num_rows = 1 if values.device.type == "cpu" else GPU_NORM_ROWS
@@ -203,14 +207,14 @@ def squared_norm_of(tensor: Tensor) -> float:
     for block in values[:whole].split(NORM_ROW * num_rows):
         sums += _sums_of_squares(block.view(-1, NORM_ROW))
     rest = values[whole:]
-    padded = rest.new_zeros(1, max(NORM_LEFT, 1 << rest.numel().bit_length()))
+    enough = max(NORM_LEFT, 1 << rest.numel().bit_length())  # of zeros: more would change no bit
+    padded = rest.new_zeros(1, enough)
     padded[0, : rest.numel()] = rest
     return _exact_sum(sums + _sums_of_squares(padded))
 
 
 def _sums_of_squares(rows: Tensor) -> list[float]:
-    """`NORM_LEFT` sums in float64 for each row, of a power of two elements: its halves are added
-    until that is left. torch's own sum adds in an order that depends on the processor."""
+    """`NORM_LEFT` of each row, of a power of two elements."""
     sums = rows.double().square_()
     while sums.shape[1] > NORM_LEFT:
         half = sums.shape[1] // 2

@@ -43,7 +43,7 @@ from swarm.wire.codecs import (
     decode,
 )
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 FRAME_VERSION = 1
 MAGIC = b"SWP"
 MAX_HEADER_BYTES = 1 << 20

@@ -31,7 +31,7 @@ def drawn(
     """The seeds that three tensors are encoded with, in their order."""
     seeds: list[int | None] = []
     monkeypatch.setattr(boundaries, "pack", lambda tensor, codec, seed: seeds.append(seed))
-    codecs.encode([torch.ones(2)] * 3, *sent)  # type: ignore[arg-type]
+    codecs.pack([torch.ones(2)] * 3, *sent)  # type: ignore[arg-type]
     return seeds
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from swarm.errors import PipelineError
 from swarm.model import ParameterLayout, fingerprint, model_sha256, sha256_of
-from swarm.model.layout import squared_norm_of
+from swarm.model.layout import gradient_sha256, squared_norm_of
 from swarm.optim import make_optimizer
 from tests.protocol.tiny import OPTIMIZER
 
@@ -130,6 +130,54 @@ def test_the_norm_is_a_function_of_the_tensor_alone() -> None:
     assert values.pop() == pytest.approx(float(big.double().pow(2).sum()), rel=1e-13)
 
 
+def numbers(count: int) -> torch.Tensor:
+    """Of integers: what `torch.randn` draws differs between kinds of CPU."""
+    draw = torch.Generator().manual_seed(4)
+    return torch.randint(-(2**24), 2**24, (count,), generator=draw).float() * 2.0**-24
+
+
+def norm_by_definition(values: list[float]) -> float:
+    """docs/protocol.md, in additions of Python."""
+    sums = []
+    for start in range(0, len(values), 1 << 16):
+        row = [value * value for value in values[start : start + (1 << 16)]]
+        row += [0.0] * ((1 << 16) - len(row))
+        while len(row) > 64:
+            half = len(row) // 2
+            row = [a + b for a, b in zip(row[:half], row[half:], strict=True)]
+        sums += row
+    return math.fsum(sums)
+
+
+def test_the_norm_is_added_as_defined() -> None:
+    """Replicas of a stage are compared by it, on whatever machines."""
+    values = numbers(150_000)
+    for count in (0, 1, 63, 65, 1000, 1 << 14, (1 << 14) + 1, 1 << 15, 40_001, 150_000):
+        part = values[:count]
+        assert squared_norm_of(part) == norm_by_definition(part.tolist()), count
+    tiny = values[:1000] * 2.0**-140  # subnormal; their squares are not, in float64
+    assert squared_norm_of(tiny) == norm_by_definition(tiny.tolist()) > 0.0
+    assert squared_norm_of(values).hex() == "0x1.866679349de65p+15"
+
+
+@pytest.mark.parametrize("num", [0, 5, 1 << 20, (1 << 20) + 1, 3 << 20])
+def test_a_gradients_hash_is_as_defined_whatever_the_threads(num: int) -> None:
+    """docs/protocol.md; those of the parts may come in any order."""
+    gradient, part = numbers(num), 1 << 20
+    digests = [
+        hashlib.sha256(gradient[start : start + part].numpy().tobytes()).digest()
+        for start in range(0, max(num, 1), part)
+    ]
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            expected = hashlib.sha256(b"".join(digests)).hexdigest()
+            assert gradient_sha256(gradient) == expected
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_the_norm_shows_what_is_not_finite(bad: float) -> None:
     assert not math.isfinite(squared_norm_of(torch.tensor([1.0, bad])))
@@ -167,3 +215,8 @@ def test_the_fingerprint_sees_every_single_change_and_swap(count: int, data: st.
         swapped[index], swapped[other] = tensor[other], tensor[index]
         assert fingerprint(swapped) != first
     assert fingerprint(tensor, changed) != fingerprint(changed, tensor)
+
+
+def test_the_fingerprint_is_the_same_number_everywhere() -> None:
+    values = numbers(150_001)
+    assert f"{fingerprint(values, values[:77]):016x}" == "2d17c64086f3aa16"
