@@ -202,8 +202,8 @@ class _Server:
             self.connection.sendall(packed(message))
 
     def finish_talking(self) -> None:
-        """Wait until the supervisor has read all and gone. A socket that is closed with something
-        unread in it takes from the other end what that has not read."""
+        """Wait until the supervisor has read all and gone. Its loop drops what it has not read when
+        it writes to a socket that is closed here, as a request to fork may just then."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
         while self._receive():

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import torch
 from peer.baseline import Baseline
 from peer.launch import plan_of, stamp, whole_model
 from peer.local import LEADER, LocalSwarm, warm_up
+from peer.local_process import ForkServer, ForkServerError
 from swarm.config import RunConfig, canonical_bytes, load_config
 from swarm.data import build_dataset
 from swarm.errors import DeviceError, ListenError, SwarmError
@@ -389,6 +391,24 @@ def test_what_a_person_must_mend_is_the_swarms_error(
         asyncio.run(main())
     assert caught.value.exit_code == kind.exit_code
     assert not [line for line in lines if what in line], "the reason is said twice"
+
+
+def test_a_request_to_a_server_that_has_failed_does_not_cost_its_reason(tmp_path: Path) -> None:
+    async def main() -> None:
+        preload = "tests.process.local_stand_ins:broken"
+        server = ForkServer(preload, {"model_type": None}, environment={})
+        await server.connect()
+        # Until it says no more or has closed: this loop stands still, and reads nothing of it yet.
+        said_all = select.poll()
+        said_all.register(server._socket, select.POLLRDHUP)
+        assert said_all.poll(LIMIT_S * 1e3)
+        try:
+            await server.spawn("0a", "nothing:to_run", {}, log=tmp_path / "log")
+        finally:
+            await server.aclose()
+
+    with pytest.raises(ForkServerError, match="ImportError: no module named libswarm"):
+        asyncio.run(main())
 
 
 def test_a_killed_leader_is_an_error(stand_ins: Callable[..., local_stand_ins.StandIns]) -> None:
