@@ -98,6 +98,11 @@ def family(pid: int) -> list[psutil.Process]:
     return [process, *process.children(recursive=True)]
 
 
+def threads_of(pid: int) -> list[str]:
+    """Their names, as the kernel lists them."""
+    return [each.read_text().strip() for each in Path(f"/proc/{pid}/task").glob("*/comm")]
+
+
 def wait_until_gone(processes: list[psutil.Process], seconds: float) -> None:
     _, alive = psutil.wait_procs(processes, timeout=seconds)
     alive = [each for each in alive if each.is_running() and each.status() != "zombie"]
@@ -372,7 +377,16 @@ def test_a_death_is_a_line_and_the_others_go_on(
         ({"leader": "failing_leader"}, ListenError, "cannot listen on 127.0.0.1:1"),
         ({"peer": "failing_peer"}, DeviceError, "there is no cuda:3 here"),
         ({"preload": "broken"}, SwarmError, "cannot start processes: ImportError: no module"),
-        ({"preload": "with_a_thread"}, SwarmError, "the imports started threads"),
+        (
+            {"preload": "with_a_thread"},
+            SwarmError,
+            "started threads .* would lose: 'worker' - inst",
+        ),
+        (
+            {"preload": "with_native_threads"},
+            SwarmError,
+            r"lose: 'pool\\x1b\[1m' \(3\), 'a', 'b', 'c' and 2 more - install swarm-parallel in",
+        ),
     ],
 )
 def test_what_a_person_must_mend_is_the_swarms_error(
@@ -391,6 +405,19 @@ def test_what_a_person_must_mend_is_the_swarms_error(
         asyncio.run(main())
     assert caught.value.exit_code == kind.exit_code
     assert not [line for line in lines if what in line], "the reason is said twice"
+
+
+def test_a_thread_that_a_fork_may_lose_is_no_reason_to_refuse(
+    stand_ins: Callable[..., local_stand_ins.StandIns],
+) -> None:
+    async def main() -> None:
+        swarm = stand_ins(preload="with_jemalloc")
+        await swarm.start()
+        await until(lambda: all(swarm.processes[name].said == "serving" for name in ("0a", "1a")))
+        assert "jemalloc_bg_thd" in threads_of(swarm.server_pid)
+        await swarm.stop()
+
+    asyncio.run(main())
 
 
 def test_a_request_to_a_server_that_has_failed_does_not_cost_its_reason(tmp_path: Path) -> None:
