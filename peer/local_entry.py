@@ -34,7 +34,7 @@ Tell = Callable[[dict[str, Any]], None]
 def preload(model_type: str | None) -> None:
     """Import what a leader and a peer need, with the model's own module for a Hugging Face run.
 
-    It must start no thread and no CUDA: `peer.local_process` refuses to fork then.
+    It must start no CUDA, and no thread that a fork would lose: `peer.local_server` refuses then.
     """
     import torch
 

@@ -2,7 +2,8 @@
 
 Importing torch, hivemind and transformers costs each process 2 to 3 s of CPU and 300 MB of its own;
 a swarm of seven on two cores would need ten seconds to begin. So one process imports, runs nothing
-and starts no thread, and every process of the swarm is forked from it, sharing its memory pages.
+and has no thread that a fork would lose, and every process of the swarm is forked from it, sharing
+its memory pages.
 
 `multiprocessing`'s "forkserver" is close, but leaves a socket file and a helper process behind
 after a kill -9, passes pickles, re-imports the main module, and shares one server among all users
@@ -10,7 +11,7 @@ of the interpreter. What is needed is small, so it is here:
 
 - Nothing outlives the supervisor. The server ends when its socketpair does (any death of the
   supervisor), and every process it forks gets a parent-death signal from the server (its parent,
-  which has one thread, so the signal means what it says). The server is also the *subreaper*:
+  whose one loop forks, so the signal means what it says). The server is also the *subreaper*:
   a daemon orphaned by a kill -9 becomes its child, and is killed and reaped with the rest.
 - The server and its children live in sessions of their own: Ctrl-C in a terminal reaches the
   supervisor only, which then stops the others in order.
@@ -39,7 +40,7 @@ from typing import Any
 
 from peer import local_server
 from peer.local_server import LENGTH, REAP_S, Tell, packed
-from swarm.errors import StorageError
+from swarm.errors import StorageError, SwarmError
 
 
 class ForkServerError(Exception):
@@ -76,6 +77,7 @@ class ForkServer:
         self.children: list[Child] = []
         self.lost = asyncio.Event()
         self.failure = ""
+        self.remedy = ""  # of the failure, where a person has one
         self.traceback = ""
         self._socket, theirs = socket.socketpair()
         self._writer: asyncio.StreamWriter | None = None
@@ -127,8 +129,9 @@ class ForkServer:
     ) -> Child:
         """Fork a process that runs `target(arguments, tell)` and exits with what that returns.
 
-        `tell(dict)` in the child is `on_message(dict)` here. Raises ForkServerError, StorageError.
-        A cancelled caller may leave a process that `aclose` ends.
+        `tell(dict)` in the child is `on_message(dict)` here. Raises ForkServerError, StorageError,
+        and SwarmError where the server failed and there is a remedy. A cancelled caller may leave a
+        process that `aclose` ends.
         """
         child = Child(name, log, on_message=on_message, _number=len(self.children))
         self.children.append(child)
@@ -156,6 +159,8 @@ class ForkServer:
             lost.cancel()
             started.cancel()
         if not child.started.is_set():
+            if self.remedy:
+                raise SwarmError(f"cannot start processes: {self.failure}", self.remedy)
             raise ForkServerError(self.failure)
         return child
 
@@ -201,7 +206,8 @@ class ForkServer:
 
     def _take(self, message: dict[str, Any]) -> None:
         if "failed" in message:
-            self.failure, self.traceback = message["failed"], message["traceback"]
+            self.failure, self.remedy = message["failed"], message["remedy"]
+            self.traceback = message["traceback"]
             return
         if "ready" in message:
             self._ready = True

@@ -23,7 +23,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -32,7 +33,29 @@ Tell = Callable[[dict[str, Any]], None]
 CRASHED = 70
 LENGTH = struct.Struct("!I")
 REAP_S = 2.0
+# Native threads that a fork may lose, by their names in the kernel's list. jemalloc, which pyarrow
+# brings along, takes its locks before a fork; in the child, who frees memory does this one's work.
+_DISPENSABLE = frozenset({"jemalloc_bg_thd"})
+_MAX_NAMES, _MAX_NAME = 4, 40  # of what is said about threads
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
+
+
+class _ThreadsError(Exception):
+    """The imports started threads that a fork would lose; these are their names."""
+
+    remedy = (
+        "install swarm-parallel in a virtual environment without the package that starts them, "
+        "or start `swarm train` and each `swarm-peer` by hand"
+    )
+
+    def __init__(self, names: Sequence[str]) -> None:
+        # A name may hold anything, and be that of many: a thread without one has its process's.
+        counts = Counter(name[:_MAX_NAME] for name in sorted(names)).most_common()
+        said = [f"{name!r} ({n})" if n > 1 else repr(name) for name, n in counts[:_MAX_NAMES]]
+        more = f" and {len(counts) - _MAX_NAMES} more" if len(counts) > _MAX_NAMES else ""
+        super().__init__(
+            f"the imports started threads that a fork would lose: {', '.join(said)}{more}"
+        )
 
 
 def packed(message: Mapping[str, Any]) -> bytes:
@@ -87,9 +110,8 @@ class _Server:
             _die_with_parent(first["parent"], signal.SIGTERM)
         _prctl(_PR_SET_CHILD_SUBREAPER, ctypes.c_ulong(1))
         _resolve(first["preload"])(**first["arguments"])
-        threads = threading.active_count()
-        if threads > 1 or _num_tasks() > 1:
-            raise RuntimeError("the imports started threads; a fork would lose them")
+        if threads := _lost_by_a_fork():
+            raise _ThreadsError(threads)
         gc.collect()
         gc.freeze()  # the collector leaves these objects alone, so their pages stay shared
 
@@ -202,8 +224,8 @@ class _Server:
             self.connection.sendall(packed(message))
 
     def finish_talking(self) -> None:
-        """Wait until the supervisor has read all and gone. A socket that is closed with something
-        unread in it takes from the other end what that has not read."""
+        """Wait until the supervisor has read all and gone. Its loop drops what it has not read when
+        it writes to a socket that is closed here, as a request to fork may just then."""
         with contextlib.suppress(OSError):
             self.connection.shutdown(socket.SHUT_WR)
         while self._receive():
@@ -276,12 +298,17 @@ def _prctl(option: int, value: Any) -> None:
         ctypes.CDLL(None).prctl(option, value, zero, zero, zero)
 
 
-def _num_tasks() -> int:
-    """Threads of this process as the kernel counts them, native ones too."""
-    try:
-        return len(os.listdir("/proc/self/task"))
-    except OSError:
-        return 1
+def _lost_by_a_fork() -> list[str]:
+    """Names of the threads that a fork here would lose: Python's, and (where there is a /proc) the
+    native ones, by the kernel's names."""
+    here = threading.current_thread()
+    python = {each.native_id: each.name for each in threading.enumerate() if each is not here}
+    native = []
+    for entry in Path("/proc/self/task").glob("[0-9]*/comm"):
+        if int(entry.parent.name) not in (threading.get_native_id(), *python):
+            with contextlib.suppress(OSError):  # it has ended
+                native.append(entry.read_text(errors="replace").rstrip("\n"))
+    return [*python.values(), *(name for name in native if name not in _DISPENSABLE)]
 
 
 def _children_of(parent: int) -> list[int]:
@@ -308,7 +335,10 @@ def _serve(descriptor: int) -> None:
     try:
         server.prepare()
     except Exception as error:
-        server._tell(failed=f"{type(error).__name__}: {error}", traceback=traceback.format_exc())
+        what, remedy = f"{type(error).__name__}: {error}", ""
+        if isinstance(error, _ThreadsError):
+            what, remedy = str(error), error.remedy
+        server._tell(failed=what, remedy=remedy, traceback=traceback.format_exc())
         server.finish_talking()
         sys.exit(CRASHED)
     try:

@@ -7,6 +7,7 @@ tests.process.local_stand_ins CLASS CONFIG RUN_DIR` is a supervisor to be interr
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
 import os
 import signal
@@ -18,6 +19,8 @@ from pathlib import Path
 
 from peer.local import LocalSwarm
 from peer.local_entry import run
+
+JEMALLOC = b"jemalloc_bg_thd"
 
 
 class StandIns(LocalSwarm):
@@ -39,7 +42,29 @@ def slow(model_type):
 
 
 def with_a_thread(model_type):
-    threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    """One of Python's, under a name that would do no harm as that of a native one."""
+    thread = threading.Thread(target=time.sleep, args=(60,), name="worker", daemon=True)
+    thread.start()
+    Path(f"/proc/self/task/{thread.native_id}/comm").write_bytes(JEMALLOC)
+
+
+def with_jemalloc(model_type):
+    native_thread(JEMALLOC)
+    nothing(model_type)
+
+
+def with_native_threads(model_type):
+    for name in (JEMALLOC, *[b"pool\x1b[1m"] * 3, b"a", b"b", b"c", b"d", b"e"):
+        native_thread(name)
+
+
+def native_thread(name):
+    """One that Python knows nothing of. It takes no signal, as jemalloc's own does not."""
+    libc, thread = ctypes.CDLL(None), ctypes.c_ulong()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    assert libc.pthread_create(ctypes.byref(thread), None, libc.pause, None) == 0
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert libc.pthread_setname_np(thread, name) == 0
 
 
 def broken(model_type):

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import torch
 from peer.baseline import Baseline
 from peer.launch import plan_of, stamp, whole_model
 from peer.local import LEADER, LocalSwarm, warm_up
+from peer.local_process import ForkServer, ForkServerError
 from swarm.config import RunConfig, canonical_bytes, load_config
 from swarm.data import build_dataset
 from swarm.errors import DeviceError, ListenError, SwarmError
@@ -94,6 +96,11 @@ def family(pid: int) -> list[psutil.Process]:
     """A process and all it has started, whatever their sessions."""
     process = psutil.Process(pid)
     return [process, *process.children(recursive=True)]
+
+
+def threads_of(pid: int) -> list[str]:
+    """Their names, as the kernel lists them."""
+    return [each.read_text().strip() for each in Path(f"/proc/{pid}/task").glob("*/comm")]
 
 
 def wait_until_gone(processes: list[psutil.Process], seconds: float) -> None:
@@ -370,7 +377,16 @@ def test_a_death_is_a_line_and_the_others_go_on(
         ({"leader": "failing_leader"}, ListenError, "cannot listen on 127.0.0.1:1"),
         ({"peer": "failing_peer"}, DeviceError, "there is no cuda:3 here"),
         ({"preload": "broken"}, SwarmError, "cannot start processes: ImportError: no module"),
-        ({"preload": "with_a_thread"}, SwarmError, "the imports started threads"),
+        (
+            {"preload": "with_a_thread"},
+            SwarmError,
+            "started threads .* would lose: 'worker' - inst",
+        ),
+        (
+            {"preload": "with_native_threads"},
+            SwarmError,
+            r"lose: 'pool\\x1b\[1m' \(3\), 'a', 'b', 'c' and 2 more - install swarm-parallel in",
+        ),
     ],
 )
 def test_what_a_person_must_mend_is_the_swarms_error(
@@ -389,6 +405,37 @@ def test_what_a_person_must_mend_is_the_swarms_error(
         asyncio.run(main())
     assert caught.value.exit_code == kind.exit_code
     assert not [line for line in lines if what in line], "the reason is said twice"
+
+
+def test_a_thread_that_a_fork_may_lose_is_no_reason_to_refuse(
+    stand_ins: Callable[..., local_stand_ins.StandIns],
+) -> None:
+    async def main() -> None:
+        swarm = stand_ins(preload="with_jemalloc")
+        await swarm.start()
+        await until(lambda: all(swarm.processes[name].said == "serving" for name in ("0a", "1a")))
+        assert "jemalloc_bg_thd" in threads_of(swarm.server_pid)
+        await swarm.stop()
+
+    asyncio.run(main())
+
+
+def test_a_request_to_a_server_that_has_failed_does_not_cost_its_reason(tmp_path: Path) -> None:
+    async def main() -> None:
+        preload = "tests.process.local_stand_ins:broken"
+        server = ForkServer(preload, {"model_type": None}, environment={})
+        await server.connect()
+        # Until it says no more or has closed: this loop stands still, and reads nothing of it yet.
+        said_all = select.poll()
+        said_all.register(server._socket, select.POLLRDHUP)
+        assert said_all.poll(LIMIT_S * 1e3)
+        try:
+            await server.spawn("0a", "nothing:to_run", {}, log=tmp_path / "log")
+        finally:
+            await server.aclose()
+
+    with pytest.raises(ForkServerError, match="ImportError: no module named libswarm"):
+        asyncio.run(main())
 
 
 def test_a_killed_leader_is_an_error(stand_ins: Callable[..., local_stand_ins.StandIns]) -> None:
