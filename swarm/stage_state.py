@@ -47,7 +47,7 @@ class StageState:
         accumulate: str = "float64",
         device: str = "cpu",
     ) -> None:
-        self.stage = stage
+        self.stage = stage.train()  # but in `evaluate`
         self.device = torch.device(device)
         self.layout = ParameterLayout.of(stage)
         self.parameters = self.layout.flatten(stage)
@@ -68,7 +68,7 @@ class StageState:
     def computing(self, stage: Stage) -> StageState:
         """Another module with parameters of its own, for forward and for backward into others."""
         other = copy.copy(self)
-        other.stage, other.parameters = stage, self.layout.flatten(stage)
+        other.stage, other.parameters = stage.train(), self.layout.flatten(stage)
         other.accumulator = self.accumulator.new_empty(0)
         return other
 
@@ -95,7 +95,6 @@ class StageState:
             tensor.detach().requires_grad_(True) if tensor.is_floating_point() else tensor
             for tensor in inputs
         )
-        self.stage.train()
         self.stage.set_microbatch(step, index)
         with torch.enable_grad():
             outputs = self.stage(leaves, batch)
@@ -118,25 +117,29 @@ class StageState:
         Either everything is added to the accumulator or, when this raises, nothing; but if adding
         itself raises, part of it may be in there, and `into` is `spoiled` until its `clear`.
         """
-        was_spoiled = into is not None and into.spoiled
+        was_spoiled, left = into is not None and into.spoiled, True
         try:
             answers = backward(graph.inputs, graph.outputs, gradients)
             before(answers)
             if into is not None:
                 into._dirty = into.spoiled = True
                 self.layout.grad_into(self.stage, into.accumulator)
-                into.spoiled = was_spoiled
+                into.spoiled, left = was_spoiled, False
             return answers
         finally:
-            for _, parameter in self.stage.named_parameters():
-                parameter.grad = None
+            if left:  # walking through the modules costs as much as a kernel or two
+                for parameter in self.stage.parameters():
+                    parameter.grad = None
 
     @torch.no_grad()
     def evaluate(self, inputs: Sequence[Tensor], batch: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
         """Forward only, dropout off. The last stage returns `(loss_sum,)`."""
         self.stage.eval()
-        outputs: tuple[Tensor, ...] = self.stage(tuple(inputs), batch)
-        return outputs
+        try:
+            outputs: tuple[Tensor, ...] = self.stage(tuple(inputs), batch)
+            return outputs
+        finally:
+            self.stage.train()
 
     def clear(self) -> None:
         """Forget what was accumulated."""

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -27,7 +28,7 @@ ALIGNMENT = 16  # float32 elements, 64 bytes
 CHUNK = 1 << 16  # elements converted at a time: their float64 copy stays in the cache
 NORM_ROW = 1 << 16  # in float64 they stay in the cache
 NORM_LEFT = 64
-GPU_NORM_ROWS = 256  # each block waits for the GPU
+GPU_NORM_ROWS = 256  # as much memory as they take in float64
 HASHED_PART = 1 << 20  # elements
 FINGERPRINT_ROW = 1 << 12
 FINGERPRINT_ROWS = 64
@@ -152,7 +153,7 @@ class ParameterLayout:
 
         Add several with `math.fsum`, which no order can change.
         """
-        return [squared_norm_of(part) for part in self.slices(flat).values()]
+        return _squared_norms(list(self.slices(flat).values()))
 
     def tensor_sha256(self, flat: Tensor) -> dict[str, str]:
         """`{"shape:sha256"}` by name: the hash is of the tensor's little-endian float32 bytes."""
@@ -197,30 +198,43 @@ def squared_norm_of(tensor: Tensor) -> float:
     """Sum of squares in float64, a function of float32 values and their order alone.
 
     torch's own sum has as many lanes as the processor's vectors, and so rounds otherwise on ARM
-    than on x86. Here each addition is one of two elements: of rows of a fixed length, the last filled
-    up with zeros, half is added to half, and `math.fsum` takes what is left. Squares are exact.
+    than on x86. Here each addition is one of two elements: of rows of a fixed length, the last
+    filled up with zeros, half is added to half, and `math.fsum` takes what is left. Squares are
+    exact.
     """
-    values = tensor.detach().reshape(-1)
+    return _squared_norms([tensor])[0]
+
+
+def _squared_norms(tensors: Sequence[Tensor]) -> list[float]:
+    """Of all of them before the first is waited for: a GPU has its kernels queued."""
+    sums = [torch.cat([*_sums_of_squares(each.detach().reshape(-1))]) for each in tensors]
+    values: list[float] = torch.cat(sums).tolist() if sums else []
+    left = iter(values)
+    return [_exact_sum([*islice(left, each.numel())]) for each in sums]
+
+
+def _sums_of_squares(values: Tensor) -> Iterator[Tensor]:
+    """`NORM_LEFT` sums for each row of the values, several rows at a time."""
     whole = values.numel() // NORM_ROW * NORM_ROW
-    num_rows = 1 if values.device.type == "cpu" else GPU_NORM_ROWS
-    sums: list[float] = []
-    for block in values[:whole].split(NORM_ROW * num_rows):
-        sums += _sums_of_squares(block.view(-1, NORM_ROW))
-    rest = values[whole:]
-    enough = max(NORM_LEFT, 1 << rest.numel().bit_length())  # of zeros: more would change no bit
-    padded = rest.new_zeros(1, enough)
-    padded[0, : rest.numel()] = rest
-    return _exact_sum(sums + _sums_of_squares(padded))
+    rows_at_once = 1 if values.device.type == "cpu" else GPU_NORM_ROWS
+    if whole:
+        for block in values[:whole].split(NORM_ROW * rows_at_once):
+            yield _halved(block.view(-1, NORM_ROW).double().square_())
+    if rest := values.numel() - whole:
+        enough = max(NORM_LEFT, 1 << rest.bit_length())  # of zeros: more would change no bit
+        padded = values.new_zeros(1, enough, dtype=torch.float64)
+        padded[0, :rest] = values[whole:]
+        yield _halved(padded.square_())
+    if not values.numel():
+        yield values.new_zeros(0, dtype=torch.float64)
 
 
-def _sums_of_squares(rows: Tensor) -> list[float]:
-    """`NORM_LEFT` of each row, of a power of two elements."""
-    sums = rows.double().square_()
-    while sums.shape[1] > NORM_LEFT:
-        half = sums.shape[1] // 2
-        sums = sums[:, :half].add_(sums[:, half:])
-    values: list[float] = sums.flatten().tolist()
-    return values
+def _halved(rows: Tensor) -> Tensor:
+    """`NORM_LEFT` sums of each row, of a power of two elements, flat."""
+    while rows.shape[1] > NORM_LEFT:
+        half = rows.shape[1] // 2
+        rows = rows[:, :half].add_(rows[:, half:])
+    return rows.flatten().clone()  # not a view of the rows
 
 
 def _exact_sum(values: Sequence[float]) -> float:

@@ -11,7 +11,7 @@ from swarm.averaging import GroupAllReduce
 from swarm.averaging.policy import ExactPolicy, Update
 from swarm.compute import InlineCompute
 from swarm.config import OptimizerSection
-from swarm.model.layout import sha256_of
+from swarm.model.layout import gradient_sha256
 from swarm.net.memory import MemoryNetwork
 from swarm.sim.virtual_time import run
 from swarm.stage_state import StageState
@@ -43,7 +43,7 @@ def test_members_agree_and_nothing_changes_before_apply() -> None:
         )
         expected = (terms[0] + terms[1]).to(torch.float32)
         assert [u.facts for u in updates] == [updates[0].facts] * 2
-        assert updates[0].facts.sha256 == sha256_of(expected)
+        assert updates[0].facts.sha256 == gradient_sha256(expected)
         assert before == [each.fingerprint() for each in states]
         assert all(torch.equal(s.accumulator, t) for s, t in zip(states, terms, strict=True))
         for policy, each, update in zip(policies, states, updates, strict=True):
