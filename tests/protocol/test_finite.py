@@ -10,15 +10,24 @@ from typing import Any
 import pytest
 import torch
 
+from peer import stage_server
 from swarm.compute import Kind
 from swarm.finite import finite
 from swarm.wire.boundaries import BACKWARD
 from swarm.wire.codecs import WireTensor
 from tests.protocol.faults import spoil_forward, spoil_gradients, spoil_sum
+from tests.protocol.late_device import LateDownloader
 from tests.protocol.simulated import Swarm, TinyBatches, baseline, plan
 
 MICROBATCHES, STEPS, STEP = 6, 3, 1
 Spoil = Callable[[Swarm, str], None]
+
+
+@pytest.fixture(params=["cpu", "gpu"], autouse=True)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU nonsense is seen only once it is in the accumulator."""
+    if request.param == "gpu":
+        monkeypatch.setattr(stage_server, "Downloader", LateDownloader)
 
 
 class Spoiled(Swarm):

@@ -11,7 +11,8 @@ from collections.abc import Awaitable, Callable
 import pytest
 import torch
 
-from swarm.compute import Compute, InlineCompute, KernelQueue, Kind, ThreadCompute
+from swarm import compute as compute_module
+from swarm.compute import Compute, InlineCompute, KernelQueue, Kind, Launched, ThreadCompute
 from swarm.errors import StageFailedError
 from swarm.sim.virtual_time import run
 
@@ -194,3 +195,162 @@ def test_the_thread_never_blocks_the_loop() -> None:
             await compute.run(Kind.FORWARD, lambda: None)
 
     asyncio.run(main())
+
+
+class Device:
+    """Runs the kernels of what has been launched when it is told to; a thread notes what happens
+    to each, and a test waits for that."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self._changed = threading.Condition()
+
+    def note(self, what: str) -> None:
+        with self._changed:
+            self.log.append(what)
+            self._changed.notify_all()
+
+    def _await(self, what: str) -> None:
+        with self._changed:
+            assert self._changed.wait_for(lambda: what in self.log, 20), self.log
+
+    async def has(self, what: str) -> None:
+        await asyncio.to_thread(self._await, what)
+
+    def task(self, name: str, result: object = None) -> Callable[[], Launched[object]]:
+        device = self
+
+        class Ready:
+            def synchronize(self) -> None:
+                device.note(f"{name} waited for")
+                device._await(f"{name} has run")
+
+        def finish() -> object:
+            device.note(f"{name} finished")
+            if isinstance(result, Exception):
+                raise result
+            return result
+
+        def launch() -> Launched[object]:
+            device.note(f"{name} launched")
+            return Launched(Ready(), finish)
+
+        return launch
+
+
+def on_a_thread(check: Callable[[ThreadCompute, Device], Awaitable[None]]) -> Device:
+    device = Device()
+
+    async def main() -> None:
+        compute = ThreadCompute()
+        try:
+            async with asyncio.timeout(20):
+                await check(compute, device)
+        finally:
+            await compute.aclose()
+
+    asyncio.run(main())
+    return device
+
+
+def test_the_kernels_of_one_more_are_queued_while_a_device_runs_those_of_one() -> None:
+    async def check(compute: ThreadCompute, device: Device) -> None:
+        release = await occupied(compute, True)
+        kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD)
+        running = [
+            asyncio.create_task(compute.run(kind, device.task(name, name)))
+            for kind, name in zip(kinds, "abc", strict=True)
+        ]
+        await asyncio.sleep(0)
+        await release()
+        await device.has("b waited for")  # the schedule has it first
+        assert device.log == ["b launched", "a launched", "b waited for"]
+        device.note("b has run")
+        assert (await running[1]).value == "b"
+        await device.has("a waited for")
+        assert device.log[4:] == ["b finished", "c launched", "a waited for"]
+        for name in "ac":
+            device.note(f"{name} has run")
+        assert [(await each).value for each in running] == ["a", "b", "c"]
+        assert compute.counts == {Kind.UPDATE: 1, Kind.FORWARD: 1, Kind.BACKWARD: 2}
+
+    on_a_thread(check)
+
+
+@pytest.mark.parametrize("kind", [Kind.UPDATE, Kind.BACKGROUND])
+def test_whatever_else_there_is_to_do_finds_the_device_idle(kind: Kind) -> None:
+    async def check(compute: ThreadCompute, device: Device) -> None:
+        forward = asyncio.create_task(compute.run(Kind.FORWARD, device.task("a")))
+        await device.has("a waited for")
+        other = asyncio.create_task(compute.run(kind, lambda: device.note("other")))
+        await asyncio.sleep(0)
+        device.note("a has run")
+        await asyncio.gather(forward, other)
+        assert device.log[-2:] == ["a finished", "other"]
+
+    on_a_thread(check)
+
+
+def test_what_fails_once_its_kernels_have_run_is_its_own_failure() -> None:
+    async def check(compute: ThreadCompute, device: Device) -> None:
+        tasks = [device.task("a", ValueError("no number")), device.task("b", 5)]
+        for name in "ab":
+            device.note(f"{name} has run")
+        ended = await asyncio.gather(
+            *(compute.run(Kind.FORWARD, task) for task in tasks), return_exceptions=True
+        )
+        assert isinstance(ended[0], StageFailedError)
+        assert str(ended[0]) == "ValueError: no number"
+        assert getattr(ended[1], "value", None) == 5
+
+    on_a_thread(check)
+
+
+def test_a_launch_that_fails_takes_nothing_along() -> None:
+    def broken() -> None:
+        raise ValueError("no memory")
+
+    async def check(compute: ThreadCompute, device: Device) -> None:
+        first = asyncio.create_task(compute.run(Kind.FORWARD, device.task("a", 5)))
+        await device.has("a waited for")
+        second = asyncio.create_task(compute.run(Kind.FORWARD, broken))
+        await asyncio.sleep(0)
+        device.note("a has run")
+        assert (await first).value == 5
+        with pytest.raises(StageFailedError, match="no memory"):
+            await second
+
+    on_a_thread(check)
+
+
+def test_closing_waits_for_what_is_under_way() -> None:
+    async def check(compute: ThreadCompute, device: Device) -> None:
+        running = asyncio.create_task(compute.run(Kind.FORWARD, device.task("a", 5)))
+        await device.has("a waited for")
+        closing = asyncio.create_task(compute.aclose())
+        await asyncio.sleep(0)
+        device.note("a has run")
+        await closing
+        assert (await running).value == 5
+
+    on_a_thread(check)
+
+
+def test_no_second_of_a_device_is_counted_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One is launched at 1 and done at 10, the other launched at 2 and done at 12."""
+    clock = iter([0.0, 0.5, 1.0, 2.0, 10.0, 12.0])  # at first of what keeps the thread busy
+    monkeypatch.setattr(compute_module.time, "perf_counter", lambda: next(clock))
+
+    async def check(compute: ThreadCompute, device: Device) -> None:
+        release = await occupied(compute, True)
+        running = [
+            asyncio.create_task(compute.run(Kind.FORWARD, device.task(name))) for name in "ab"
+        ]
+        await asyncio.sleep(0)
+        for name in "ab":
+            device.note(f"{name} has run")
+        await release()
+        assert [(await each).seconds for each in running] == [9.0, 2.0]
+        assert compute.busy_s == 0.5 + 9.0 + 2.0
+
+    on_a_thread(check)

@@ -1,4 +1,4 @@
-"""Where received tensors land: for a GPU in pinned memory, from the peer's device to the frame.
+"""Where tensors land that come and go: for a GPU in pinned memory, from the device to the frame.
 
 What pinned memory is good for waits for a GPU: `tests/gpu/test_device_cuda.py`.
 """
@@ -15,11 +15,11 @@ import torch
 from peer import run_peer
 from peer.run_peer import PeerOptions, PeerProcess
 from swarm import device
-from swarm.device import allocator
+from swarm.device import Downloader, allocator
 from swarm.net.channel import Channel, Message, Method, no_tensors
 from swarm.net.links import Links
 from swarm.net.memory import MemoryNetwork
-from swarm.wire.codecs import allocate_bytes, encode
+from swarm.wire.codecs import allocate_bytes, decode, encode, pack
 
 LINK: Any = SimpleNamespace(run_id="0" * 32, addresses=(), by_peer={})
 
@@ -42,6 +42,38 @@ def test_memory_for_a_gpu_is_pinned(
     assert (memory.dtype, memory.shape) == (torch.uint8, (64,))
     allocator(name)(0)
     assert asked == [pinned, False], "there is no pinned memory of no bytes"
+
+
+@pytest.mark.parametrize(
+    ("name", "num_bytes", "pinned"),
+    [
+        ("cuda:0", 64, True),
+        ("cuda:0", 0, False),
+        ("cuda:0", (1 << 30) + 8, False),
+        ("cpu", 64, False),
+    ],
+)
+def test_what_leaves_a_gpu_is_pinned_unless_the_machine_would_miss_the_memory(
+    name: str, num_bytes: int, pinned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(
+        torch, "empty", lambda shape, *, dtype, pin_memory: asked.append((shape, dtype, pin_memory))
+    )
+    device.host_memory((num_bytes // 8,), torch.float64, torch.device(name))
+    assert asked == [((num_bytes // 8,), torch.float64, pinned)]
+
+
+def test_what_a_cpu_sends_is_there_at_once_and_copied_nowhere() -> None:
+    values = torch.arange(6.0).view(2, 3)
+    departures = Downloader(torch.device("cpu")).begin([pack(values, "float32")], [values.sum()])
+    assert departures.ready is None
+    assert departures.numbers() == [15.0]
+    (wire,) = departures.wires()
+    assert torch.equal(decode(wire), values)
+    values[0, 0] = 7.0
+    assert torch.equal(decode(wire), values)
+    assert departures.then(lambda: 5) == 5
 
 
 @pytest.mark.parametrize(("name", "pinned"), [("cuda:0", True), ("cpu", False)], ids=str)
