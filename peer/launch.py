@@ -19,6 +19,7 @@ from peer.cli.checks import check_device_name
 from peer.training import Plan
 from swarm.averaging.plan import contribution_bytes
 from swarm.config import (
+    OptimizerSection,
     RunConfig,
     with_data_hashes,
     with_pretrained_hash,
@@ -32,6 +33,11 @@ from swarm.net.identity import Identity
 from swarm.net.libp2p import Libp2pTransport
 from swarm.optim import numerics_fingerprint
 from swarm.schedule import Schedule
+
+HARDEST = OptimizerSection(
+    name="adamw", nesterov=True
+)  # of the built-in ones: it has all operations
+BITS_OF_HARDEST = "ea7aae05c2e3e31429a1022230e4bf5ccd165fb85f9c8d8a9658ac86ffc4a79b"
 
 
 def stamp(config: RunConfig, trainer: str, cache_dir: Path | None = None) -> RunConfig:
@@ -85,10 +91,20 @@ def has_portable_optimizer(config: RunConfig) -> bool:
 
 
 def numerics_of(config: RunConfig, device: str) -> str:
-    """What a replica must share with its twins to take part (I5); empty for portable optimizers."""
-    if has_portable_optimizer(config):
-        return ""
-    return numerics_fingerprint(config.optimizer, device)
+    """What a replica must share with its twins to take part (I5); empty for portable optimizers.
+
+    Raises DeviceError where those are not: the state would differ from the stage's at every commit,
+    and be fetched anew for ever.
+    """
+    if not has_portable_optimizer(config):
+        return numerics_fingerprint(config.optimizer, device)
+    if numerics_fingerprint(HARDEST, device) != BITS_OF_HARDEST:
+        raise DeviceError(
+            f"{device} does not add, multiply, divide or take roots as IEEE 754 has it, so no "
+            "other peer would have its bits",
+            "serve on another device (--device), or try another version of torch",
+        )
+    return ""
 
 
 def best_first(addresses: Sequence[str]) -> list[str]:

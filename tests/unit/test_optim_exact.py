@@ -12,11 +12,18 @@ import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 import torch
 
+from peer import launch
+from swarm import optim
+from swarm.config import OptimizerSection, load_config
+from swarm.errors import DeviceError
 from swarm.optim import SGD, AdamW, _root, numerics_fingerprint, power
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "exact.toml"
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,20 @@ def test_golden_value(kind: str) -> None:
     """If this fails where the tests below pass, the formula is another one: replicas of unlike
     versions would part, so `PROTOCOL_VERSION` is to grow."""
     assert numerics_fingerprint(KINDS[kind]) == GOLDEN[kind]
+
+
+def test_a_device_that_rounds_otherwise_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one line, before it joins."""
+    assert GOLDEN["adamw-nesterov"] == launch.BITS_OF_HARDEST
+    config = load_config(EXAMPLE)
+    assert launch.numerics_of(config, "cpu") == ""
+    monkeypatch.setattr(
+        optim, "_root", lambda values, out: torch.sqrt(values, out=out).mul_(1 + 2**-23)
+    )
+    with pytest.raises(DeviceError, match="as IEEE 754 has it"):
+        launch.numerics_of(config, "cpu")
+    other = config.model_copy(update={"optimizer": OptimizerSection(name="RMSprop")})
+    assert len(launch.numerics_of(other, "cpu")) == 64, "it is compared with its twins' instead"
 
 
 # ---- float32 in exact arithmetic ----------------------------------------------------------------
