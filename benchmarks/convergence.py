@@ -47,6 +47,7 @@ from _helpers import print_results, result
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from peer.cli.checks import check_device_name
 from peer.launch import be_exact, choose_device, plan_of
 from swarm.config import RunConfig, parse_config
 from swarm.config_fields import Codec
@@ -461,6 +462,8 @@ def main() -> None:
     try:
         if options.device == "auto" or not options.show:
             options.device = choose_device(options.device)
+        elif options.device != "cpu":  # that the runs were made on; it need not be here
+            check_device_name(options.device)
         if not options.show:
             for seed in options.seeds:
                 for hidden, setting in wanted:  # all of them, before the first is trained

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from swarm.compute import Compute, Kind
-from swarm.device import settle
+from swarm.compute import Compute, Kind, Result
+from swarm.device import Downloader
 from swarm.errors import StageFailedError
 from swarm.model.stage import ModelPipeline, torch_dtype
 from swarm.spec import TensorSpec
@@ -67,10 +67,11 @@ async def device_speed(compute: Compute, device: str) -> float:
     side = MATRIX if device == "cpu" else GPU_MATRIX
     made = torch.randn(side, side, generator=draw)
     matrix = (await compute.run(Kind.BACKGROUND, lambda: made.to(device))).value
+    downloader = Downloader(torch.device(device))
 
-    def product() -> None:
+    def product() -> Result[None]:
         matrix @ matrix
-        settle(torch.device(device))
+        return downloader.begin().done(None)
 
     there, back = list[float](), list[float]()
     while len(there) <= MAX_ROUNDS or (
@@ -95,8 +96,9 @@ async def stage_facts(
         return StageFacts(None, 0)
     batch, inputs = made_up.value
     divisor = 1.0 if stage == pipeline.num_stages - 1 else None
+    downloader = Downloader(state.device)
 
-    def forward() -> tuple[Graph, int]:
+    def forward() -> Result[tuple[Graph, int]]:
         saved: dict[int, int] = {}
 
         def note(tensor: Tensor) -> Tensor:
@@ -105,14 +107,14 @@ async def stage_facts(
 
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             graph = state.forward(0, 0, inputs, batch, divisor)
-        settle(state.device)
         own = {each.untyped_storage().data_ptr() for each in (state.parameters, *batch.values())}
-        return graph, sum(size for place, size in saved.items() if place not in own)
+        held = sum(size for place, size in saved.items() if place not in own)
+        return downloader.begin().done((graph, held))
 
-    def backward(graph: Graph) -> None:
+    def backward(graph: Graph) -> Result[None]:
         gradients = [torch.ones_like(each) for each in graph.outputs if each.is_floating_point()]
         state.backward(graph, None if divisor else gradients, into=None)
-        settle(state.device)
+        return downloader.begin().done(None)
 
     try:
         for _ in range(1 + MAX_ROUNDS):

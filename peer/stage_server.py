@@ -375,14 +375,16 @@ class StageServer:
         finally:
             work.graph = None
             self._release(work)
+        dx, nonfinite = timed.value
         work.backward_s = timed.seconds
         work.waited_s += max(0.0, loop.time() - arrived - timed.seconds)
         if part.ledger.on_counted(call.step, call.index):
-            part.kept.keep(work, timed.value)
+            part.nonfinite = part.nonfinite or nonfinite
+            part.kept.keep(work, dx)
             part.kept.counted(work)
             part.tell_changed()
         self.probe("counted", step=call.step, index=call.index)
-        return timed.value
+        return dx
 
     def _run_backward(
         self,
@@ -393,11 +395,12 @@ class StageServer:
         arrivals: Arrivals,
         *,
         count_it: bool,
-    ) -> Result[list[WireTensor]]:
+    ) -> Result[tuple[list[WireTensor], bool]]:
+        """What goes upstream, and whether something that is no number was let through."""
         gradients = arrivals.tensors()
         came = totals(gradients)
         departures: Departures | None = None
-        dx: list[WireTensor] = []
+        checked: list[tuple[list[WireTensor], bool]] = []
 
         def send(answers: tuple[Tensor, ...]) -> None:
             nonlocal departures
@@ -414,22 +417,22 @@ class StageServer:
             nonfinite = count_it and not (came_finite and proven(sums[len(came) :], answers))
             if nonfinite and came_finite and not call.nonfinite:
                 raise NotFiniteError("its backward gives what is no number")
-            dx.extend(departures.wires())
-            part.nonfinite = part.nonfinite or nonfinite
+            checked.append((departures.wires(), nonfinite))
 
         # Not the version that is the newest by now: a commit may have come since the forward.
         into = part.state if count_it else None
         answers = graph.state.backward(graph, gradients or None, into=into, before=send)
         assert departures is not None
 
-        def finish() -> list[WireTensor]:
+        def finish() -> tuple[list[WireTensor], bool]:
             if departures.ready is not None:
                 try:
                     check(departures, answers)
                 except Exception:
-                    part.state.spoiled = part.state.spoiled or count_it
+                    if into is not None:
+                        into.spoiled = True
                     raise
-            return dx
+            return checked[0]
 
         return departures.then(finish)
 
@@ -444,12 +447,12 @@ class StageServer:
         graph, y = forward.value
         below, gradients = await self._go_on(call, tensors, y)
         returned = self.uploader.begin(gradients)
-        backward: Timed[list[WireTensor]] = await self.compute.run(
+        backward: Timed[tuple[list[WireTensor], bool]] = await self.compute.run(
             Kind.BACKWARD,
             lambda: self._run_backward(part, work, call, graph, returned, count_it=False),
             call.step,
         )
-        return self._answer(work, below, backward.value)
+        return self._answer(work, below, backward.value[0])
 
     def _answer(self, work: Work, below: Message | None, dx: Sequence[WireTensor]) -> Message:
         self.returned_bytes += sum(each.wire_bytes for each in dx)
@@ -505,16 +508,16 @@ class StageServer:
 
         is_last = hop == len(route) - 1
 
-        def run() -> tuple[float, list[WireTensor]]:
+        def run() -> Result[tuple[list[float], list[WireTensor]]]:
             batch, inputs = self._named(arrivals.tensors())
             outputs = self.state.evaluate(inputs, batch)
-            if is_last:
-                return float(outputs[0]), []
-            return 0.0, self.codecs.encode(outputs, self.stage, FORWARD, None)
+            sent = () if is_last else self.codecs.pack(outputs, self.stage, FORWARD, None)
+            departures = self.downloader.begin(sent, outputs[:1] if is_last else ())
+            return departures.then(lambda: (departures.numbers(), departures.wires()))
 
-        loss, y = (await self.compute.run(Kind.FORWARD, run, step)).value
+        losses, y = (await self.compute.run(Kind.FORWARD, run, step)).value
         if is_last:
-            return Message({"loss": loss})
+            return Message({"loss": losses[0]})
         try:
             channel = await self.links.channel(route[hop + 1])
             fields = message.tensors[: len(self._fields)]

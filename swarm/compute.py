@@ -1,4 +1,5 @@
-"""The device executor: one kernel at a time, in the order of `KernelQueue`.
+"""The device executor: one task at a time, in the order of `KernelQueue`; a device that runs beside
+its thread has the kernels of the next one queued.
 
 The order of the queue *is* the pipeline schedule. One forward, one backward in turn where both
 wait, together with at most `slots` microbatches between the two per replica, gives 1F1B (PipeDream,
@@ -10,7 +11,6 @@ virtual time `InlineCompute` runs the same queue on the loop and lets kernels ta
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import heapq
 import itertools
 import threading
@@ -92,19 +92,11 @@ class Timed(Generic[T]):
     seconds: float
 
 
-class Signal(Protocol):
-    """What a device gives once it has come so far; a `torch.cuda.Event`."""
-
-    def synchronize(self) -> None:
-        """Wait for it."""
-
-
 @dataclass(frozen=True, slots=True)
 class Launched(Generic[T]):
     """What a task returns that has only queued its kernels, on a device that runs them beside this
-    thread. `finish` makes its result, once the device is `ready`."""
+    thread. `finish` waits for them and makes the result."""
 
-    ready: Signal
     finish: Callable[[], T]
 
 
@@ -114,10 +106,7 @@ Task: TypeAlias = Callable[[], Result[T]]
 
 def waited_for(result: Result[T]) -> T:
     """What a task gives in the end."""
-    if isinstance(result, Launched):
-        result.ready.synchronize()
-        return result.finish()
-    return result
+    return result.finish() if isinstance(result, Launched) else result
 
 
 class Compute(Protocol):
@@ -138,7 +127,8 @@ class ThreadCompute:
     """One worker thread. `afab` runs forwards before backwards.
 
     While the device runs the kernels of a forward or backward (`Launched`), the thread queues those
-    of one more, and then waits for the first. Whatever else a task may be finds the device idle.
+    of one more, and then waits for the first. Tasks of other kinds find the device idle, and may
+    wait for it themselves.
     """
 
     def __init__(self, *, afab: bool = False, name: str = "compute") -> None:
@@ -210,8 +200,10 @@ class ThreadCompute:
         seconds, self._idle_since = now - max(job.began, self._idle_since), now
         self.busy_s += seconds
         self.counts[job.kind] += 1
-        with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
+        try:
             job.loop.call_soon_threadsafe(job.finish, value, seconds, error)
+        except RuntimeError:  # the loop has been closed: nobody waits any more
+            self._stopped = True
 
     async def aclose(self) -> None:
         with self._wake:

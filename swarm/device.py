@@ -12,6 +12,7 @@ transfer.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -72,10 +73,8 @@ class Uploader:
 
 
 class Departures:
-    """What a task sends, and numbers that it has to know, on their way from the device.
-
-    `ready` is None where there is nothing to wait for. `wires` and `numbers` come after it.
-    """
+    """What a task sends, and numbers that it has to know, on their way from the device. `ready` is
+    None where there is nothing to wait for; `wires` and `numbers` wait for it."""
 
     def __init__(
         self, packed: Sequence[Packed], numbers: Sequence[Tensor], stream: torch.cuda.Stream | None
@@ -99,14 +98,29 @@ class Departures:
 
     def wires(self) -> list[WireTensor]:
         """The tensors in wire form."""
+        self._wait()
         return [each.seal(values) for each, values in zip(self._packed, self._values, strict=True)]
 
     def numbers(self) -> list[float]:
+        self._wait()
         return [number for each in self._numbers for number in each.view(-1).tolist()]
 
     def then(self, finish: Callable[[], T]) -> T | Launched[T]:
-        """What a task returns that ends with `finish`."""
-        return finish() if self.ready is None else Launched(self.ready, finish)
+        """What a task returns that ends with `finish`, which waits for the device."""
+        return finish() if self.ready is None else Launched(finish)
+
+    def done(self, value: T) -> T | Launched[T]:
+        """What a task returns that has its `value`, but for the kernels behind it."""
+
+        def finish() -> T:
+            self._wait()
+            return value
+
+        return self.then(finish)
+
+    def _wait(self) -> None:
+        if self.ready is not None:
+            self.ready.synchronize()
 
 
 def _leaving(tensor: Tensor, stream: torch.cuda.Stream) -> Tensor:
@@ -123,7 +137,7 @@ class Downloader:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def begin(self, packed: Sequence[Packed], numbers: Sequence[Tensor] = ()) -> Departures:
+    def begin(self, packed: Sequence[Packed] = (), numbers: Sequence[Tensor] = ()) -> Departures:
         """Start copying what the present stream will have computed by then, with scalar tensors.
         Belongs on the compute thread."""
         return Departures(packed, numbers, self._stream)
@@ -131,17 +145,17 @@ class Downloader:
 
 def host_memory(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """New memory on the CPU, not initialised, for what comes from a device or goes to it. Pinned
-    for a GPU; but little enough to leave the machine its own: torch keeps for itself what it has
-    pinned, and rounds it up to a power of two."""
+    for a GPU, up to `MAX_PINNED_BYTES` a tensor (torch rounds it up to a power of two and keeps
+    it), where the machine has so much to give; other memory does as well, slower."""
     num_bytes = math.prod(shape) * dtype.itemsize
-    pinned = device.type == "cuda" and 0 < num_bytes <= MAX_PINNED_BYTES
-    return torch.empty(tuple(shape), dtype=dtype, pin_memory=pinned)
+    if device.type == "cuda" and 0 < num_bytes <= MAX_PINNED_BYTES:
+        with contextlib.suppress(RuntimeError):
+            return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+    return torch.empty(tuple(shape), dtype=dtype)
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A device's tensor, copied to the CPU. Blocking; belongs on the compute thread."""
-    if tensor.device.type == "cpu":
-        return tensor
+    """A copy of a device's tensor on the CPU. Blocking; belongs on the compute thread."""
     there = host_memory(tensor.shape, tensor.dtype, tensor.device)
     return there.copy_(tensor)
 
@@ -151,9 +165,3 @@ def allocator(device: str) -> Callable[[int], Tensor]:
     if not device.startswith("cuda"):
         return allocate_bytes
     return partial(allocate_bytes, pinned=True)
-
-
-def settle(device: torch.device) -> None:
-    """Wait for the kernels queued on this thread's stream, so that a timing means something."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()

@@ -2,8 +2,10 @@
 
 A NaN spreads through a whole step: forward to the loss, back to every stage before it. Whoever got
 numbers and made something else of them is where it began, and may be broken: nothing is counted,
-and the microbatch goes to another replica. Where nobody of the stage does better it is the data's
-or the model's doing, the numbers are let through, and the step commits as `skipped`.
+and the microbatch goes to another replica (a GPU tells when its gradients have been added: then all
+that this replica has counted of the step is computed again). Where nobody of the stage does better
+it is the data's or the model's doing, the numbers are let through, and the step commits as
+`skipped`.
 """
 
 from __future__ import annotations

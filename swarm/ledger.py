@@ -73,7 +73,7 @@ class Ledger:
     floor: int = -1  # tries up to here were refused for all by a reset
     frozen_attempt: int | None = None
     aborted_attempt: int = 0
-    spoiled: bool = False  # an addition ended half way: only a reset helps
+    spoiled: bool = False  # the sum is not that of the entries: only a reset helps
 
     @property
     def counted(self) -> set[int]:
@@ -168,13 +168,15 @@ class Ledger:
         return True
 
     def on_backward_failed(self, index: int) -> None:
-        """The backward raised before anything was added: not counted, forward gone as well."""
+        """The backward raised: not counted, forward gone as well. Something may have been added
+        all the same; then `spoil` follows."""
         entry = self.entries.get(index)
         if entry is not None and entry.phase is Phase.BACKWARD:
             entry.phase = Phase.ABSENT
 
     def spoil(self) -> None:
-        """An addition to the accumulator ended half way: everything counted here is void."""
+        """Something was added to the accumulator that does not belong there, or half of it:
+        everything counted here is void."""
         self.spoiled = True
 
     def fence(self, term: Term, step: int, index: int, try_: int) -> Fence:

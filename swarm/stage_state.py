@@ -57,7 +57,7 @@ class StageState:
         )
         self.updates = 0
         self._dirty = False
-        self.spoiled = False  # an addition to the accumulator ended half way
+        self.spoiled = False  # what is in the accumulator is not what it should be
 
     def sharing(self, stage: Stage) -> StageState:
         """The same state in another module, with parameters and accumulator of its own."""
@@ -112,7 +112,8 @@ class StageState:
     ) -> tuple[Tensor, ...]:
         """Gradients of the inputs of a graph of this state. Those of the parameters are added to
         the accumulator of `into` (None: of nobody), unless `before` raises, which is given those
-        of the inputs first: all that may fail belongs there.
+        of the inputs first: all that may fail belongs there, but for what a GPU has to tell, which
+        is not waited for.
 
         Either everything is added to the accumulator or, when this raises, nothing; but if adding
         itself raises, part of it may be in there, and `into` is `spoiled` until its `clear`.

@@ -22,7 +22,7 @@ from torch import Tensor
 from swarm.ahead import NONE, Ahead
 from swarm.averaging.plan import EXACT
 from swarm.averaging.progress import Rates
-from swarm.compute import Compute, Kind, Timed
+from swarm.compute import Compute, Kind
 from swarm.delayed_state import State
 from swarm.device import host_memory, to_host
 from swarm.model.layout import gradient_sha256
@@ -96,25 +96,33 @@ class ExactPolicy:
         compute: Compute,
         shares: Sequence[int] | None = None,
     ) -> Update:
-        rates: Rates
-        if len(members) == 1:
-            alone: Timed[Tensor] = await compute.run(
-                Kind.UPDATE, lambda: to_host(rounded(state.accumulator))
-            )
-            averaged, rates = alone.value, (0,)
-        else:
-            local: Timed[Tensor] = await compute.run(
-                Kind.UPDATE, lambda: to_host(state.accumulator)
-            )
-            averaged = host_memory(local.value.shape, torch.float32, state.device)
+        local, averaged = await _brought(state, compute, alone=len(members) == 1)
+        rates: Rates = (0,)
+        if local is not averaged:
             rates = await self._reducer.all_reduce(
-                round_id, members, local.value, averaged, shares=shares, codec=self._codec
+                round_id, members, local, averaged, shares=shares, codec=self._codec
             )
         return Update(averaged, await _facts(averaged, state, compute), rates)
 
     def apply(self, state: State, update: Update, *, lr: float, scale: float) -> None:
         gradient = update.gradient.to(state.device, non_blocking=True)
         state.apply(gradient, lr=lr, scale=scale)
+
+
+async def _brought(state: State, compute: Compute, *, alone: bool) -> tuple[Tensor, Tensor]:
+    """What is summed up here, on the CPU, and memory for the average. The two are one where a
+    device has rounded the sum of a member that is alone."""
+    if state.device.type == "cpu":  # no need to wait for what it computes
+        return state.accumulator, torch.empty(state.layout.total)
+
+    def bring() -> tuple[Tensor, Tensor]:
+        if alone:
+            averaged = to_host(rounded(state.accumulator))
+            return averaged, averaged
+        averaged = host_memory((state.layout.total,), torch.float32, state.device)
+        return to_host(state.accumulator), averaged
+
+    return (await compute.run(Kind.UPDATE, bring)).value
 
 
 async def _facts(averaged: Tensor, state: State, compute: Compute) -> GradientFacts:

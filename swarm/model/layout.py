@@ -219,7 +219,7 @@ def _sums_of_squares(values: Tensor) -> Iterator[Tensor]:
     rows_at_once = 1 if values.device.type == "cpu" else GPU_NORM_ROWS
     if whole:
         for block in values[:whole].split(NORM_ROW * rows_at_once):
-            yield _halved(block.view(-1, NORM_ROW).double().square_())
+            yield _halved(block.view(-1, NORM_ROW).double().square())
     if rest := values.numel() - whole:
         enough = max(NORM_LEFT, 1 << rest.bit_length())  # of zeros: more would change no bit
         padded = values.new_zeros(1, enough, dtype=torch.float64)

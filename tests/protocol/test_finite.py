@@ -16,7 +16,7 @@ from swarm.finite import finite
 from swarm.wire.boundaries import BACKWARD
 from swarm.wire.codecs import WireTensor
 from tests.protocol.faults import spoil_forward, spoil_gradients, spoil_sum
-from tests.protocol.late_device import LateDownloader
+from tests.protocol.late_device import LateDownloader, Signal
 from tests.protocol.simulated import Swarm, TinyBatches, baseline, plan
 
 MICROBATCHES, STEPS, STEP = 6, 3, 1
@@ -165,6 +165,35 @@ def test_the_datas_nan_costs_nothing() -> None:
     for kind in (Kind.FORWARD, Kind.BACKWARD):
         counts = sum(compute.counts[kind] for compute in swarm.computes.values())
         assert counts == 3 * STEPS * MICROBATCHES
+
+
+@pytest.mark.parametrize("device", ["gpu"], indirect=True)
+@pytest.mark.parametrize("replicas", [(2, 2, 2), (1, 1, 1)], ids=["twins", "alone"])
+def test_what_a_device_reports_late_voids_what_its_replica_had_counted(
+    replicas: tuple[int, ...],
+) -> None:
+    """Its gradients have been added by then, and would be again."""
+
+    def failing(swarm: Swarm, who: str) -> None:
+        server = swarm.members[who].server
+        assert server is not None
+        downloader = server.downloader
+
+        class Failing(LateDownloader):
+            def begin(self, packed: Any = (), numbers: Any = ()) -> Any:
+                departures: Any = super().begin(packed, numbers)
+                departures.ready = Signal(report)
+                server.downloader = downloader
+                return departures
+
+        server.downloader = Failing(server.state.device)
+
+    def report() -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    swarm = Spoiled(["r1.0"], "backward", failing, times=1, replicas=replicas)
+    assert swarm.train() == baseline(STEPS, MICROBATCHES)[0]
+    assert swarm.outcomes() == ["applied"] * STEPS
 
 
 def test_finite() -> None:

@@ -220,12 +220,9 @@ class Device:
     def task(self, name: str, result: object = None) -> Callable[[], Launched[object]]:
         device = self
 
-        class Ready:
-            def synchronize(self) -> None:
-                device.note(f"{name} waited for")
-                device._await(f"{name} has run")
-
         def finish() -> object:
+            device.note(f"{name} waited for")
+            device._await(f"{name} has run")
             device.note(f"{name} finished")
             if isinstance(result, Exception):
                 raise result
@@ -233,7 +230,7 @@ class Device:
 
         def launch() -> Launched[object]:
             device.note(f"{name} launched")
-            return Launched(Ready(), finish)
+            return Launched(finish)
 
         return launch
 

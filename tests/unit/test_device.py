@@ -56,12 +56,27 @@ def test_memory_for_a_gpu_is_pinned(
 def test_what_leaves_a_gpu_is_pinned_unless_the_machine_would_miss_the_memory(
     name: str, num_bytes: int, pinned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[object] = []
-    monkeypatch.setattr(
-        torch, "empty", lambda shape, *, dtype, pin_memory: asked.append((shape, dtype, pin_memory))
-    )
+    asked: list[tuple[object, object, bool]] = []
+
+    def empty(shape: object, *, dtype: object, pin_memory: bool = False) -> None:
+        asked.append((shape, dtype, pin_memory))
+
+    monkeypatch.setattr(torch, "empty", empty)
     device.host_memory((num_bytes // 8,), torch.float64, torch.device(name))
     assert asked == [((num_bytes // 8,), torch.float64, pinned)]
+
+
+def test_a_machine_with_no_memory_to_pin_has_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    empty = torch.empty
+
+    def refused(shape: tuple[int, ...], *, pin_memory: bool = False, **options: Any) -> Any:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty(shape, **options)
+
+    monkeypatch.setattr(torch, "empty", refused)
+    memory = device.host_memory((3, 4), torch.float64, torch.device("cuda:0"))
+    assert (memory.shape, memory.dtype) == ((3, 4), torch.float64)
 
 
 def test_what_a_cpu_sends_is_there_at_once_and_copied_nowhere() -> None:
