@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -53,3 +55,23 @@ def test_members_agree_and_nothing_changes_before_apply() -> None:
             await transport.close()
 
     run(main())
+
+
+@pytest.mark.parametrize("members", [["a#1"], ["a#1", "b#2"]], ids=["alone", "two"])
+def test_averaging_on_a_cpu_waits_for_no_kernel(members: list[str]) -> None:
+    """In *delayed* the device computes the next step meanwhile, and all wait for the slowest."""
+    order: list[str] = []
+
+    class Noting(InlineCompute):
+        async def run(self, *arguments: Any, **options: Any) -> Any:
+            order.append("a turn on the device")
+            return await super().run(*arguments, **options)
+
+    class Reducer:
+        async def all_reduce(self, *arguments: Any, **options: Any) -> tuple[int, ...]:
+            order.append("averaging")
+            return (0,) * len(members)
+
+    state = StageState(nn.Linear(4, 3), OptimizerSection())
+    run(ExactPolicy(Reducer()).prepare("1", members, state, Noting()))
+    assert order == ["averaging", "a turn on the device"]
