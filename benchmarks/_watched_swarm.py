@@ -176,7 +176,7 @@ def peer(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
     """As `local_entry.peer`, with a timeline of its compute thread."""
     from peer.run_peer import PeerProcess
     from swarm.compute import Compute, ThreadCompute
-    from swarm.device import Arrivals
+    from swarm.device import Arrivals, Departures
     from swarm.model.layout import ParameterLayout
     from swarm.wire.boundaries import BoundaryCodecs
 
@@ -194,7 +194,8 @@ def peer(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
 
         return run
 
-    BoundaryCodecs.encode = timed("encode", BoundaryCodecs.encode)  # type: ignore[method-assign]
+    BoundaryCodecs.pack = timed("encode", BoundaryCodecs.pack)  # type: ignore[method-assign]
+    Departures.wires = timed("encode", Departures.wires)  # type: ignore[method-assign]
     Arrivals.tensors = timed("decode", Arrivals.tensors)  # type: ignore[method-assign]
     ParameterLayout.grad_into = timed(  # type: ignore[method-assign]
         "accumulate", ParameterLayout.grad_into

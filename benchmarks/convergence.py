@@ -25,8 +25,8 @@ of a subspace's coefficients where there is one; `delayed`, or `delayed-N` where
 microbatches (`--microbatches`) are computed ahead of the commit before, from a tenth of the steps
 on. And `exact-table`, a plain model whose embedding begins as many times larger as the frozen table
 of a subspace is, to see what that alone is worth (no run.toml says that, so no swarm trains it).
-Each setting has the peak learning rate that suits it: `--lr`; all with a subspace and `exact-table`
-`--subspace-lr`, by default less where the model is wider.
+Each setting has the peak learning rate that suits it and the width: `--lr`; all with a subspace and
+`exact-table` `--subspace-lr`.
 """
 
 from __future__ import annotations
@@ -70,7 +70,9 @@ GOALS = {"int8": 0.005, "int4": 0.01, "delayed-1": 0.005, "subspace-32": 0.02}  
 SHORT = ("exact", "int8", "int4", "delayed-1", "subspace-32")
 FRESH_PART = 10  # of the steps of `delayed`, one in so many has nothing ahead
 KEPT_LOSSES = 250  # of a run, about
-SUBSPACE_LR = {128: 2e-3, 256: 2e-3, 384: 1e-3, 1024: 3e-4}  # docs/results.md: what was compared
+# By width; docs/results.md says what was compared.
+LR = {128: 1e-3, 256: 1e-3, 384: 1e-3, 1024: 3e-4}
+SUBSPACE_LR = {128: 2e-3, 256: 2e-3, 384: 1e-3, 1024: 3e-4}
 TOP_LOSS = 2.4  # of the plot
 DELAYED = ("delayed-1", "delayed-2", "delayed")
 TABLE, EMBEDDING = "exact-table", "model.embed_tokens.weight"
@@ -381,9 +383,10 @@ def plot(runs: Sequence[Mapping[str, Any]], step_tokens: int, path: Path) -> Non
 
 def _lr(setting: str, hidden: int, options: argparse.Namespace) -> float:
     has_large_table = setting.startswith("subspace-") or setting == TABLE
-    rate: float = options.lr
+    told, by_width = options.lr, LR
     if has_large_table:
-        rate = options.subspace_lr or SUBSPACE_LR.get(hidden, min(SUBSPACE_LR.values()))
+        told, by_width = options.subspace_lr, SUBSPACE_LR
+    rate: float = told or by_width.get(hidden, 1e-3)
     return rate
 
 
@@ -439,8 +442,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=integers, default=[0], help="comma-separated")
     parser.add_argument("--tokens", type=int, default=2_000_000, help="trained per run")
     parser.add_argument("--validation-tokens", type=int, default=VALIDATION_TOKENS)
-    parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--subspace-lr", type=float, help="whatever the width")
+    parser.add_argument("--lr", type=float, help="whatever the width")
+    parser.add_argument("--subspace-lr", type=float, help="the same")
     parser.add_argument("--microbatches", type=int, default=4, help="of a step")
     parser.add_argument(
         "--microbatch-size", type=int, default=SIZE, help=f"sequences of {SEQUENCE} tokens"

@@ -90,7 +90,8 @@ class _Forked:
 
 
 class _Server:
-    """The forking end: one thread, one loop, no asyncio (a forked loop would be a shared one)."""
+    """The forking end: one loop, no thread that a fork would lose, no asyncio (a forked loop would
+    be a shared one)."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection

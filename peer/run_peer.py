@@ -228,6 +228,7 @@ class PeerProcess:
         self, node: Node, links: Links, config: RunConfig, pipeline: ModelPipeline, device: str
     ) -> None:
         run_id, trainers = config.run_id, config.run.trainers
+        numerics = numerics_of(config, device)
         compute = WatchedCompute(self.open_device())
         self.say("measuring this device")
         speed = await device_speed(compute, device)
@@ -276,7 +277,7 @@ class PeerProcess:
                 codecs=BoundaryCodecs.of(config),
                 kept_bytes=kept_mib << 20,
                 device=device,
-                numerics=numerics_of(config, device),
+                numerics=numerics,
                 benchmark_s=BENCHMARK_S,
                 speed=speed,
                 memory_bytes=free_bytes,

@@ -203,7 +203,9 @@ class ThreadCompute:
         try:
             job.loop.call_soon_threadsafe(job.finish, value, seconds, error)
         except RuntimeError:  # the loop has been closed: nobody waits any more
-            self._stopped = True
+            with self._wake:
+                self._stopped = True
+                self._queue.drain()
 
     async def aclose(self) -> None:
         with self._wake:

@@ -73,7 +73,7 @@ def new_incarnation(peer_id: str) -> str:
 class Record:
     """What a step became. Committed once a majority of trainers holds it on disk.
 
-    `members` and `gradients` (sha256 of the averaged gradient's float32 bytes) are per stage.
+    `members` and `gradients` (`gradient_sha256` of the averaged one) are per stage.
     `norm` is the global gradient norm before clipping; `scale` what the gradient is multiplied
     with; `outcome` is "applied", or "skipped" when a gradient was not finite.
 

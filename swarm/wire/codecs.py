@@ -31,6 +31,7 @@ Another codec is one more small object with the methods of `Codec`, given to `re
 
 from __future__ import annotations
 
+import contextlib
 import math
 import sys
 import threading
@@ -196,8 +197,11 @@ def codec_for(dtype: str, codec: str) -> str:
 
 def allocate_bytes(num_bytes: int, *, pinned: bool = False) -> torch.Tensor:
     """Fresh uint8 CPU memory from torch's allocator, 64-byte aligned, not initialised; `pinned`
-    for what a GPU is to copy."""
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned and num_bytes > 0)
+    for what a GPU is to copy, where the machine has so much to give."""
+    if pinned and num_bytes > 0:
+        with contextlib.suppress(RuntimeError):
+            return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def bytes_view(memory: torch.Tensor) -> memoryview:

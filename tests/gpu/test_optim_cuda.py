@@ -10,6 +10,7 @@ import torch
 from swarm.ahead import Ahead
 from swarm.config import OptimizerSection
 from swarm.delayed_state import State, new_state
+from swarm.model.layout import squared_norm_of
 from swarm.optim import SGD, AdamW, numerics_fingerprint
 from tests.protocol.tiny import shared_pipeline
 
@@ -83,3 +84,10 @@ def test_twins_on_unlike_devices_stay_equal(settings: OptimizerSection, ahead: A
         assert waiting.device.type == "cuda"
         assert torch.equal(here.waiting(1).parameters, waiting.cpu())
         assert torch.equal(waiting, there.parameters) == (not ahead.microbatches)
+
+
+@pytest.mark.parametrize("num", [5, 1 << 16, 3_000_001])
+def test_norms_have_the_same_bits_here_and_there(num: int) -> None:
+    """The leader compares them between replicas on whatever devices."""
+    values = torch.randn(num, generator=torch.Generator().manual_seed(3))
+    assert squared_norm_of(values) == squared_norm_of(values.cuda())

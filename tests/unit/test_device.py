@@ -33,7 +33,7 @@ def test_memory_for_a_gpu_is_pinned(
     asked: list[bool] = []
     empty = torch.empty
 
-    def without_a_gpu(size: int, *, pin_memory: bool, **options: Any) -> torch.Tensor:
+    def without_a_gpu(size: int, *, pin_memory: bool = False, **options: Any) -> torch.Tensor:
         asked.append(pin_memory)
         return empty(size, **options)
 
