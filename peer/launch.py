@@ -34,9 +34,8 @@ from swarm.net.libp2p import Libp2pTransport
 from swarm.optim import numerics_fingerprint
 from swarm.schedule import Schedule
 
-HARDEST = OptimizerSection(
-    name="adamw", nesterov=True
-)  # of the built-in ones: it has all operations
+# Of the built-in optimizers that with all operations, and what IEEE 754 makes of its fingerprint.
+HARDEST = OptimizerSection(name="adamw", nesterov=True)
 BITS_OF_HARDEST = "ea7aae05c2e3e31429a1022230e4bf5ccd165fb85f9c8d8a9658ac86ffc4a79b"
 
 
