@@ -78,7 +78,7 @@ bench: .venv/.stamp-test
 	    || rm -f benchmarks/out/$$name.json; \
 	done
 
-# Over emulated home connections: network namespaces, so as root. Same contract. Two and three quarter hours;
+# Over emulated home connections: network namespaces, so as root. Same contract. Three hours;
 # `everything.py --list` says of what.
 bench-wan: .venv/.stamp-test
 	@$(BIN)/python benchmarks/wan/everything.py

@@ -1,19 +1,20 @@
 """One member of `benchmarks/all_reduce.py`, a process of its own: does what stdin says, answers.
 
-Sides: `ours`, over one or several `connections` to each member, each of a daemon of its own with an
-equal part of the data, since two daemons share one; `bare`: the same bytes over the same streams in
-the same chunks, nobody summing and nobody waiting for a sum; `gloo`; and, in processes of their own
-because it forks, `hivemind`.
+Sides: `ours`, over one or several `connections` to each member; `bare`: the same bytes over the
+same streams in the same chunks, nobody summing and nobody waiting for a sum; `gloo`; and, in
+processes of their own because it forks, `hivemind`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import itertools
 import json
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -108,27 +109,42 @@ class BareStreams:
         self.ready.clear()
 
 
+class First:
+    """A transport that uses the first `connections` of all that another has."""
+
+    def __init__(self, transport: Any) -> None:
+        self.transport, self.peer_id, self.serve = transport, transport.peer_id, transport.serve
+        self.connections = 1
+
+    async def dial(
+        self, peer_id: str, protocol: str, addresses: Sequence[str] = (), *, connection: int = 0
+    ) -> Any:
+        number = connection % self.connections
+        return await self.transport.dial(peer_id, protocol, addresses, connection=number)
+
+
 async def streams_member() -> None:
     from swarm.averaging import GroupAllReduce
     from swarm.averaging.plan import make_plan
+    from swarm.net.identity import load_identity
     from swarm.net.libp2p import Libp2pTransport
 
     listen, connections = sys.argv[2], int(sys.argv[3])
-    transports = [
-        await Libp2pTransport.create(listen=[f"/ip4/{listen}/tcp/0"]) for _ in range(connections)
-    ]
-    answer(ends=[[transport.peer_id, transport.addresses] for transport in transports])
+    with tempfile.TemporaryDirectory() as folder:
+        identity = load_identity(Path(folder) / "identity.key")
+        transport = First(
+            await Libp2pTransport.create(
+                identity.path, listen=[f"/ip4/{listen}/tcp/0"], connections=connections
+            )
+        )
+    answer(end=[transport.peer_id, transport.transport.addresses])
     told = await ask()
-    rank, groups = told["rank"], [sorted(addresses) for addresses in told["groups"]]
-    members = groups[0]
+    rank, addresses = told["rank"], told["addresses"]
+    members = sorted(addresses)
     dist.init_process_group("gloo", init_method=told["gloo"], rank=rank, world_size=len(members))
-    reducers = [
-        GroupAllReduce(transport, addresses=addresses.__getitem__)
-        for transport, addresses in zip(transports, told["groups"], strict=True)
-    ]
-    for reducer in reducers:
-        reducer.serve()
-    bare = BareStreams(transports[0], told["groups"][0])
+    reducer = GroupAllReduce(transport, addresses=addresses.__getitem__)  # type: ignore[arg-type]
+    reducer.serve()
+    bare = BareStreams(transport, addresses)
     answer(ready=True)
     count = 0
     while True:
@@ -139,20 +155,13 @@ async def streams_member() -> None:
         local[:: rank + 3] = 0.1
         out = torch.zeros(num)
         bare.prepare(make_plan(members, num, told["accumulate"]), local, out)
+        transport.connections = max(1, told["connections"])
         answer(ready=True)
         await ask()
         count += 1
         begun = time.perf_counter()
         if side == "ours":
-            bounds = [num * n // told["connections"] for n in range(told["connections"] + 1)]
-            await asyncio.gather(
-                *(
-                    reducer.all_reduce(str(count), group, local[begin:end], out[begin:end])
-                    for reducer, group, (begin, end) in zip(
-                        reducers, groups, itertools.pairwise(bounds), strict=False
-                    )
-                )
-            )
+            await reducer.all_reduce(str(count), members, local, out)
         elif side == "bare":
             await bare.run()
         else:

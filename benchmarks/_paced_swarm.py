@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,11 +21,12 @@ from peer import local_entry, witness
 from peer.launch import stamp
 from peer.local import LEADER, LocalProcess, LocalSwarm
 from swarm.config import RunConfig
-from swarm.net.identity import claim_identity_file, load_identity
+from swarm.net.identity import Identity, claim_identity_file, load_identity
 from swarm.sim.paced import paced
 
 SECONDS = "SWARM_BENCH_PACE"  # environment: seconds of a forward, a backward
 COSTS = "SWARM_BENCH_COSTS"  # environment: how many times that each stage takes; else once
+CONNECTIONS = "SWARM_BENCH_CONNECTIONS"  # environment: of each peer to each other; else one
 SPEED = "speed"  # a file of a peer: how many times slower its device is, from now on
 POLL_S = 0.02
 S = TypeVar("S", bound="PacedSwarm")
@@ -133,8 +135,9 @@ def swarm_of(
 def peer(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
     """A peer with a paced device, which several stages may share."""
     from peer.member import Member
-    from peer.run_peer import PeerProcess
+    from peer.run_peer import PeerOptions, PeerProcess
     from swarm.compute import Compute, Kind
+    from swarm.net.link import JoinLink
     from swarm.sim.paced import PacedCompute
 
     forward_s, backward_s = (float(each) for each in os.environ[SECONDS].split())
@@ -172,6 +175,12 @@ def peer(arguments: Mapping[str, Any], tell: local_entry.Tell) -> int:
 
     class PacedPeer(PeerProcess):
         member_type = PacedMember
+
+        def __init__(
+            self, link: JoinLink, identity: Identity, options: PeerOptions, **rest: Any
+        ) -> None:
+            several = int(os.environ.get(CONNECTIONS, "1"))
+            super().__init__(link, identity, replace(options, connections=several), **rest)
 
         def open_device(self) -> Compute:
             return PacedCompute(seconds_of)

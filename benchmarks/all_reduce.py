@@ -104,8 +104,8 @@ class Members:
 
     def introduce(self, gloo: str) -> None:
         """Tell those of kind `streams` where the others are."""
-        ends = [heard["ends"] for heard in self.hear()]
-        self.tell(groups=[dict(group) for group in zip(*ends, strict=True)], gloo=gloo)
+        ends = [heard["end"] for heard in self.hear()]
+        self.tell(addresses=dict(ends), gloo=gloo)
         self.hear()
 
 

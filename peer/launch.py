@@ -176,10 +176,14 @@ class Node:
         listen: Sequence[str],
         announce: Sequence[str] = (),
         bootstrap: Sequence[str] = (),
+        connections: int = 1,
     ) -> Node:
         """Raises ListenError, ConfigError, or JoinError (no bootstrap peer answers)."""
         transport = await Libp2pTransport.create(
-            identity_path=identity.path, listen=listen, announce=announce
+            identity_path=identity.path,
+            listen=listen,
+            announce=announce,
+            connections=connections,
         )
         try:
             directory = await DhtDirectory.create(transport, identity, bootstrap)

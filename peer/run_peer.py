@@ -60,6 +60,7 @@ class PeerOptions:
     memory_mib: int | None = None
     listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",)
     announce: Sequence[str] = ()
+    connections: int = 1
     allow_pipeline: str | None = None
     pretrained: Path | None = None
     name: str = ""  # shown in public with what this peer has done
@@ -160,6 +161,7 @@ class PeerProcess:
                     self.identity,
                     listen=self.options.listen,
                     announce=self.options.announce,
+                    connections=self.options.connections,
                     bootstrap=self.link.addresses,
                 )
             except VersionError:

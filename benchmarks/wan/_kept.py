@@ -25,7 +25,8 @@ STEP = 16  # microbatches of 4,096 tokens, unless said otherwise
 # Rates of throughput are compared where these are equal; all of `MEASURED` tells them apart.
 ALIKE = ("policy", "ahead", "microbatches", "model")
 MEASURED = (
-    "profile", "congestion", "setting", "keep_window", *ALIKE, "parameters", "microbatch_size"
+    "profile", "congestion", "connections", "setting", "keep_window", *ALIKE, "parameters",
+    "microbatch_size",
 )  # fmt: skip
 
 

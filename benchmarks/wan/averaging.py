@@ -3,8 +3,8 @@
 Members live in hosts of the lab, each with the line of the profile (`_profiles.py`); both sides
 send float32 as it is, so both move the same bytes, and take turns within one run. A round's time is
 that of its slowest member; medians. PCCL reports 0.86 to 0.96 of gloo's time between sites. With
-each result stands what its lab gave just before (`_measured.py`). With several connections the data
-is divided among daemons, since two of them share one; bare TCP's are in `line.py`.
+each result stands what its lab gave just before (`_measured.py`). Several connections are those of
+`swarm-peer --connections`; bare TCP's are in `line.py`.
 
     python benchmarks/wan/averaging.py [--profiles fibre home] [--members 4 8] [--connections 1 4]
 """

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 import threading
 import time
@@ -51,6 +52,7 @@ from _lab import FORKED, Lab
 from _lab_swarm import lab_swarm
 from _measured import given, said
 from _namespaces import DEVICE, LabError
+from _paced_swarm import CONNECTIONS
 from _pipeline_config import pipeline_config
 from _profiles import PROFILES
 from _wide import Sizes, wide
@@ -240,6 +242,9 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--microbatch-size", type=int, default=MICROBATCH, choices=[1, 2, 4])
     parser.add_argument("--parameters", type=int, default=0, help="of a stage")
+    parser.add_argument(
+        "--connections", type=int, nargs="+", default=[1], help="of peers, for averaging; in turn"
+    )
     parser.add_argument("--seconds", type=float, default=20.0, help="to measure each for")
     parser.add_argument("--steps", type=int, default=20, help="at most, of each")
     parser.add_argument("--rounds", type=int, default=1, help="of all of it in turn; medians count")
@@ -259,6 +264,8 @@ def main() -> None:
     options = parser.parse_args()
     if not 0 < options.ahead <= 1:
         parser.error("--ahead is above 0 and at most 1")
+    if options.connections != [1] and options.real:
+        parser.error("--connections is for paced peers")
     if options.microbatches < REPLICAS or options.microbatches % REPLICAS:
         parser.error(
             f"--microbatches is a multiple of {REPLICAS}: torch gives each pipeline as many"
@@ -272,8 +279,9 @@ def main() -> None:
     for _ in range(0 if options.show else options.rounds):
         for profile in options.profiles:
             for congestion in congestions(profile, options):
-                for name in [*options.settings, *([TORCH] if options.torch else [])]:
-                    row = measure(profile, congestion, name, options)
+                settings = [(each, n) for each in options.settings for n in options.connections]
+                for name, connections in settings + ([(TORCH, 1)] if options.torch else []):
+                    row = measure(profile, congestion, name, connections, options)
                     keep(options.kept, {"run": run, **row})
                     print(line_of(row), flush=True)
     rows = throughput(kept(options.kept))
@@ -297,7 +305,10 @@ def congestions(profile: str, options: argparse.Namespace) -> Sequence[str]:
     return options.congestion or (CONGESTION if PROFILES[profile].lossy else CONGESTION[:1])
 
 
-def measure(profile: str, congestion: str, setting: str, options: argparse.Namespace) -> Row:
+def measure(
+    profile: str, congestion: str, setting: str, connections: int, options: argparse.Namespace
+) -> Row:
+    os.environ[CONNECTIONS] = str(connections)
     with new_lab(profile, congestion, options) as lab:
         lines = given(lab)
         if setting == TORCH:
@@ -314,6 +325,7 @@ def measure(profile: str, congestion: str, setting: str, options: argparse.Names
             "keep_window": options.keep_window,
             "model": "real" if options.real else "paced",
             "parameters": 0 if options.real else options.parameters,
+            "connections": connections,
             "microbatch_size": REAL_MICROBATCH if options.real else options.microbatch_size,
             **found,
             "lab": {"lines": lines, "hub": lab.close()},
@@ -339,6 +351,7 @@ def line_of(row: Row) -> str:
             (f"   slowest round {least:,.0f}", least < row["tokens_per_s"]),
             (f"   {row['model']}", row["model"] != "paced"),
             (f"   {row['parameters']:,} averaged", row["parameters"]),
+            (f"   {row['connections']} connections", row["connections"] > 1),
             (f"   {row['microbatches']} × 4,096 tokens a step", row["microbatches"] != STEP),
             (f"   {row['microbatch_size']} a microbatch", row["microbatch_size"] != MICROBATCH),
         )
@@ -358,6 +371,7 @@ def entries(rows: Sequence[Row]) -> list[dict[str, Any]]:
         where = f"{row['profile']}, {row['congestion']}{', keep' if row['keep_window'] else ''}"
         sizes = f"{row['parameters']} parameters, {row['microbatches']} x 4096 tokens a step"
         sizes += f", {row['microbatch_size']} a microbatch"
+        sizes += f", {row['connections']} connections" if row["connections"] > 1 else ""
         metric = f"{where}, {row['setting']}, {policy_of(row)}, {row['model']} model, {sizes}"
         if not row["steps"]:
             metric += ", at most"

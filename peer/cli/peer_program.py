@@ -9,6 +9,7 @@ import typer
 
 from peer.cli.errors import fail_in_one_line
 from peer.cli.options import CONTEXT, LISTEN, Announce, Debug, Device, Listen, Threads, Version
+from swarm.net.transport import MAX_CONNECTIONS
 
 peer_app = typer.Typer(
     pretty_exceptions_enable=False,
@@ -36,6 +37,15 @@ def serve(
     ] = None,
     listen: Listen = None,
     announce: Announce = None,
+    connections: Annotated[
+        int,
+        typer.Option(
+            help="TCP connections to each peer that averages, of a daemon each: for a line that "
+            "loses packets, without BBR.",
+            min=1,
+            max=MAX_CONNECTIONS,
+        ),
+    ] = 1,
     identity: Annotated[
         Path | None, typer.Option(help="Identity key file [default: one of this machine's].")
     ] = None,
@@ -74,6 +84,7 @@ def serve(
             memory_mib=memory,
             listen=listen or LISTEN,
             announce=announce or [],
+            connections=connections,
             identity=identity,
             data_dir=data_dir,
             drain_s=drain_s,

@@ -44,12 +44,13 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from swarm.averaging.errors import RoundFailedError
-from swarm.averaging.plan import CHUNK_ELEMENTS, EXACT, make_plan
+from swarm.averaging.plan import CHUNK_ELEMENTS, EXACT, Plan, make_plan
 from swarm.averaging.progress import Rates
 from swarm.averaging.round import Limits, Round, refuse
 from swarm.averaging.sums import DTYPES, byte_view, round_alone
@@ -159,7 +160,7 @@ class GroupAllReduce:
             if not parked.started.done():
                 parked.started.set_result(current)
         try:
-            await current.run(self._dial)
+            await current.run(partial(self._dial, plan))
             return current.rates()
         finally:
             del self._rounds[round_id]
@@ -167,9 +168,10 @@ class GroupAllReduce:
             if len(self._ended) > MAX_ENDED:
                 del self._ended[next(iter(self._ended))]
 
-    async def _dial(self, member: str, count: int, first: Sequence[Buffer]) -> Stream:
-        peer = peer_of(member)
+    async def _dial(self, plan: Plan, owner: int, first: Sequence[Buffer]) -> Stream:
+        peer = peer_of(plan.members[owner])
         addresses = self._addresses(peer)
+        count = plan.num_stripes(owner, self.transport.connections)
         return await dial_striped(self.transport, peer, PROTOCOL, addresses, count, first)
 
     async def _serve(self, stream: Stream, header: dict[str, Any], num_stripes: int) -> None:

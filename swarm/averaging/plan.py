@@ -40,6 +40,7 @@ DIRECT_BYTES = 32 * 1024
 # At most, to each other member, by the members of a group; of more each has streams enough to fill
 # a line (docs/decisions/group-all-reduce.md).
 STRIPES = {2: 8, 3: 2}
+CONNECTED_STRIPES = 256  # to one member by all, where they have several connections
 STRIPE_BYTES = 64 * 1024  # of what goes to one member; for less no stripe more
 
 
@@ -110,10 +111,12 @@ class Plan:
         sums = sum(self.sum_bytes(chunk.num_elements) for chunk in self.replies(member))
         return sum(given) + sums * len(others)
 
-    def num_stripes(self, owner: int) -> int:
-        """Of the stream to one member, by what goes there (`swarm.net.striped`)."""
+    def num_stripes(self, owner: int, connections: int = 1) -> int:
+        """Of the stream to one member, by what goes there (`swarm.net.striped`) and how many
+        `connections` there are to it."""
         given = self.contribution_bytes(self.part(owner).num_elements)
-        return max(1, min(STRIPES.get(len(self.members), 1), given // STRIPE_BYTES))
+        several = min(connections, CONNECTED_STRIPES // len(self.members))
+        return max(1, min(max(STRIPES.get(len(self.members), 1), several), given // STRIPE_BYTES))
 
     def digest(self) -> str:
         """sha256 over all of it: equal digests, equal plans."""

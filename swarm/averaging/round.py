@@ -24,8 +24,8 @@ _SUM, _NOTICE, _TAKEN = b"\x01", b"\x00", b"\x02"
 MAX_NOTICE_BYTES = 4096
 log = logging.getLogger(__name__)
 _MAX_REASON = 300
-# To a member, with so many stripes, and what is sent first.
-Dial = Callable[[str, int, Sequence[Buffer]], Awaitable[Stream]]
+# To the member of this index, and what is sent first.
+Dial = Callable[[int, Sequence[Buffer]], Awaitable[Stream]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class Round:
             "part": self.plan.part(link.index).num_elements,
             "accumulate": self.plan.accumulate,
         }
-        stream = await dial(link.member, self.plan.num_stripes(link.index), encode_frame(header))
+        stream = await dial(link.index, encode_frame(header))
         link.dialled = stream
         self._spawn(link, self._collect(link, stream))
         for chunk in self.plan.chunks(link.index):

@@ -1,7 +1,8 @@
 """The real transport: libp2p through hivemind's p2pd, inside the caller's event loop.
 
 Each stream is one unix socket to the daemon (`swarm.net.socket_stream`); the daemon encrypts and
-multiplexes them over one connection per pair of peers, and vouches for the remote peer id.
+multiplexes them over one connection per pair of peers, and vouches for the remote peer id. Further
+connections are those of further daemons (`swarm.net.lanes`).
 
 The daemon has no half-close: when one side ends, it ends the other direction too. So after
 `close()` this side can no longer receive; what was sent before still arrives, also when the other
@@ -16,26 +17,35 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import socket
 from collections.abc import Coroutine, Sequence
+from typing import NamedTuple
 
-from swarm.errors import StreamClosedError, TransportError, UnreachableError
+from swarm.errors import StreamClosedError, TransportError, UnreachableError, WireError
+from swarm.net.dialling import Dialler
+from swarm.net.identity import load_identity
+from swarm.net.lanes import LANE, Lane, read_letter, start_lanes
 from swarm.net.p2pd import P2PDaemon
 from swarm.net.p2pd_control import base58_encode, read_exactly, read_message
 from swarm.net.socket_stream import SocketStream
-from swarm.net.transport import Handler, Stream
+from swarm.net.stream_limit import StreamLimit
+from swarm.net.transport import MAX_CONNECTIONS, Handler, Stream
 
 log = logging.getLogger("swarm.net")
 
 _REFRESH_S = 30.0
-_GRACE_S = 0.25
-_BACKOFF_POLL_S = 0.5
 _LAST_WORDS_S = 3.0
 _ACCEPT_AGAIN_S = 1.0  # when it could not be; as asyncio's own servers do
 _MAX_LAST_WORDS = 128
 _PING = "/ipfs/ping/1.0.0"  # every libp2p host echoes 32 bytes on it
-_TCP_ADDRESS = re.compile(r"/ip[46]/([^/]+)/tcp/(\d{1,5})(?:/|$)")
+_MAX_LETTERS, _MAX_LETTERS_OF_ONE = 512, 64  # being read; of lanes, and of one of them
+
+
+class _Route(NamedTuple):
+    """A connection: of one of our daemons to that of `peer`, which may be another's lane."""
+
+    daemon: P2PDaemon
+    peer: str
 
 
 class Libp2pTransport:
@@ -45,17 +55,24 @@ class Libp2pTransport:
     """
 
     def __init__(
-        self, daemon: P2PDaemon, addresses: tuple[str, ...], dial_timeout_s: float
+        self,
+        daemon: P2PDaemon,
+        addresses: tuple[str, ...],
+        dial_timeout_s: float,
+        lanes: Sequence[Lane] = (),
     ) -> None:
         self.peer_id = daemon.peer_id
         self.daemon = daemon
-        self.dial_timeout_s = dial_timeout_s
+        self.lanes = tuple(lanes)
+        self._dial_timeout_s = dial_timeout_s
+        self._dialler = Dialler(daemon, dial_timeout_s)
         self._addresses = addresses
         self._handlers: dict[str, Handler] = {}
-        self._streams: dict[int, SocketStream] = {}
+        self._letters = StreamLimit("lane", _MAX_LETTERS_OF_ONE, _MAX_LETTERS)
+        self._streams: dict[SocketStream, _Route] = {}
         self._nameless: dict[socket.socket, None] = {}  # accepted, header not yet read
         self._tasks: set[asyncio.Task[None]] = set()
-        self._told: dict[str, None] = {}  # peers with which a stream was closed, newest last
+        self._told: dict[_Route, None] = {}  # where a stream was closed, newest last
         self._closed = False
         self._loop = asyncio.get_running_loop()
         self._listen()
@@ -70,25 +87,35 @@ class Libp2pTransport:
         announce: Sequence[str] = (),
         startup_timeout_s: float = 60.0,
         dial_timeout_s: float = 10.0,
+        connections: int = 1,
     ) -> Libp2pTransport:
         """Start listening.
 
         Without `identity_path` (see swarm.net.identity) the peer gets a new identity each time.
-        `listen=()` only dials.
-        Raises ListenError (port taken, no such address) or ConfigError (bad address).
+        `listen=()` only dials. More `connections` than one to each peer, up to MAX_CONNECTIONS, are
+        of daemons of their own, and want an identity; streams are dialled over them (`dial`).
+        Raises ListenError (port taken, no such address), ConfigError (bad address), ValueError.
         """
+        if not 1 <= connections <= MAX_CONNECTIONS or (connections > 1 and identity_path is None):
+            raise ValueError(f"{connections} connections, with the identity {identity_path}")
         daemon = await P2PDaemon.start(
             identity_path=identity_path,
             listen=listen,
             announce=announce,
             startup_timeout_s=startup_timeout_s,
         )
+        lanes: list[Lane] = []
         try:
             _, addresses = await daemon.identify()
+            if identity_path is not None and connections > 1:
+                identity = load_identity(identity_path, create=False)
+                lanes = await start_lanes(
+                    connections - 1, identity, startup_timeout_s, dial_timeout_s
+                )
         except BaseException:
             await daemon.close()
             raise
-        return cls(daemon, addresses, dial_timeout_s)
+        return cls(daemon, addresses, dial_timeout_s, lanes)
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -98,43 +125,34 @@ class Libp2pTransport:
     def lost(self) -> asyncio.Event:
         return self.daemon.lost
 
+    @property
+    def connections(self) -> int:
+        return 1 + len(self.lanes)
+
     def serve(self, protocol: str, handler: Handler) -> None:
         if protocol not in self._handlers:
             self.daemon.register(protocol)
+            self.daemon.register(protocol + LANE)
         self._handlers[protocol] = handler
 
-    async def dial(self, peer_id: str, protocol: str, addresses: Sequence[str] = ()) -> Stream:
+    async def dial(
+        self, peer_id: str, protocol: str, addresses: Sequence[str] = (), *, connection: int = 0
+    ) -> Stream:
         """See Transport. Takes `dial_timeout_s` at most; cancelled, it leaves nothing open."""
         if self._closed or self.lost.is_set():
             raise UnreachableError(f"cannot dial {peer_id}", self.daemon.why_lost or "closed here")
         if peer_id == self.peer_id:
             return self._dial_self(protocol)
-        try:
-            async with asyncio.timeout(self.dial_timeout_s):
-                connection, peer = await self._open(peer_id, protocol, addresses)
-        except TimeoutError:
-            reason = f"no answer within {self.dial_timeout_s:.0f} s"
-            raise UnreachableError(f"cannot reach {peer_id}", reason) from None
-        except UnreachableError:
-            raise
-        except TransportError as error:
-            raise UnreachableError(f"cannot reach {peer_id}", _short(error.message)) from None
-        if peer != peer_id:
-            connection.close()
-            raise UnreachableError(f"cannot reach {peer_id}", f"{peer} answered instead")
-        return self._add_stream(connection, peer)
+        if number := connection % self.connections:
+            lane = self.lanes[number - 1]
+            if (end := await lane.open(peer_id, protocol, addresses)) is not None:
+                return self._add_stream(end, peer_id, _Route(lane.daemon, peer_id))
+        end = await self._dialler.open(peer_id, protocol, addresses)
+        return self._add_stream(end, peer_id, _Route(self.daemon, peer_id))
 
     async def connect(self, peer_id: str, addresses: Sequence[str]) -> None:
         """Be connected to a peer without opening a stream. Raises UnreachableError."""
-        try:
-            async with asyncio.timeout(self.dial_timeout_s):
-                if not await self.daemon.is_connected(peer_id):
-                    await self._connect(peer_id, addresses)
-        except TimeoutError:
-            reason = f"no answer within {self.dial_timeout_s:.0f} s"
-            raise UnreachableError(f"cannot reach {peer_id}", reason) from None
-        except TransportError as error:
-            raise UnreachableError(f"cannot reach {peer_id}", _short(error.message)) from None
+        await self._dialler.connect(peer_id, addresses)
 
     def _dial_self(self, protocol: str) -> Stream:
         """The daemon does not dial itself; one replica here may be the neighbour of another."""
@@ -148,34 +166,9 @@ class Libp2pTransport:
             raise UnreachableError(f"cannot reach {self.peer_id}", str(error)) from None
         for end in (here, there):
             end.setblocking(False)
-        self._spawn(self._serve_stream(protocol, self._add_stream(there, self.peer_id)))
-        return self._add_stream(here, self.peer_id)
-
-    async def _open(
-        self, peer_id: str, protocol: str, addresses: Sequence[str]
-    ) -> tuple[socket.socket, str]:
-        # A stream to a peer that is not connected would make p2pd dial by itself; see _connect.
-        if addresses and not await self.daemon.is_connected(peer_id):
-            await self._connect(peer_id, addresses)
-        return await self.daemon.open_stream(peer_id, protocol, self.dial_timeout_s)
-
-    async def _connect(self, peer_id: str, addresses: Sequence[str]) -> None:
-        """Connect to the addresses whose port answers.
-
-        After a refused dial p2pd refuses to try that address again for 5 s, after more of them for
-        minutes; so a port is tried with a plain TCP connection first, and a peer that comes back
-        is found at once. Only what p2pd has dialled by itself may have to be waited for.
-        """
-        open_addresses = await _answering(addresses, self.dial_timeout_s / 2)
-        if not open_addresses:
-            raise TransportError("connection refused")
-        while True:
-            try:
-                return await self.daemon.connect(peer_id, open_addresses, self.dial_timeout_s)
-            except TransportError as error:
-                if "dial backoff" not in error.message:
-                    raise
-            await asyncio.sleep(_BACKOFF_POLL_S)
+        route = _Route(self.daemon, self.peer_id)
+        self._spawn(self._serve_stream(protocol, self._add_stream(there, self.peer_id, route)))
+        return self._add_stream(here, self.peer_id, route)
 
     def _listen(self) -> None:
         if not self._closed:
@@ -202,9 +195,14 @@ class Libp2pTransport:
         from hivemind.proto import p2pd_pb2
 
         try:
-            async with asyncio.timeout(self.dial_timeout_s):
+            async with asyncio.timeout(self._dial_timeout_s):
                 info = p2pd_pb2.StreamInfo.FromString(await read_message(connection))
-            self._handlers[info.proto]
+                route = _Route(self.daemon, base58_encode(info.peer))
+                protocol, peer = info.proto, route.peer
+                if protocol.endswith(LANE):
+                    protocol = protocol.removesuffix(LANE)
+                    peer = await self._read_letter(connection, route.peer)
+            self._handlers[protocol]
         except BaseException as error:
             connection.close()
             if isinstance(error, Exception):
@@ -213,7 +211,13 @@ class Libp2pTransport:
             raise
         finally:
             del self._nameless[connection]
-        await self._serve_stream(info.proto, self._add_stream(connection, base58_encode(info.peer)))
+        await self._serve_stream(protocol, self._add_stream(connection, peer, route))
+
+    async def _read_letter(self, connection: socket.socket, lane: str) -> str:
+        with self._letters.one_more(lane) as room:
+            if not room:
+                raise WireError("too many lanes at once")
+            return await read_letter(lambda size: read_exactly(connection, size), lane)
 
     async def _serve_stream(self, protocol: str, stream: SocketStream) -> None:
         try:
@@ -226,18 +230,18 @@ class Libp2pTransport:
         finally:
             stream.abort_unless_closed()
 
-    def _add_stream(self, connection: socket.socket, peer: str) -> SocketStream:
+    def _add_stream(self, connection: socket.socket, peer: str, route: _Route) -> SocketStream:
         stream = SocketStream(connection, peer, self._forget)
-        self._streams[id(stream)] = stream
+        self._streams[stream] = route
         if self._closed or self.lost.is_set():
             stream.abort()
         return stream
 
     def _forget(self, stream: SocketStream) -> None:
-        self._streams.pop(id(stream), None)
-        if stream.drained:
-            self._told.pop(stream.peer, None)
-            self._told[stream.peer] = None
+        route = self._streams.pop(stream, None)
+        if stream.drained and route is not None:
+            self._told.pop(route, None)
+            self._told[route] = None
             if len(self._told) > _MAX_LAST_WORDS:
                 del self._told[next(iter(self._told))]
 
@@ -248,7 +252,7 @@ class Libp2pTransport:
 
     async def _notice_loss(self) -> None:
         await self.lost.wait()
-        for stream in list(self._streams.values()):
+        for stream in list(self._streams):
             stream.abort()
 
     async def _refresh_addresses(self) -> None:
@@ -268,13 +272,13 @@ class Libp2pTransport:
             return
         self._closed = True
         self._loop.remove_reader(self.daemon.incoming.fileno())
-        for stream in list(self._streams.values()):
+        for stream in list(self._streams):
             stream.abort_unless_closed()
         if not self.lost.is_set():
             with contextlib.suppress(TimeoutError, TransportError):
                 async with asyncio.timeout(_LAST_WORDS_S):
                     await self._deliver_last_words()
-        for stream in list(self._streams.values()):
+        for stream in list(self._streams):
             stream.abort()
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]
         for task in tasks:
@@ -282,7 +286,7 @@ class Libp2pTransport:
         await asyncio.gather(*tasks, return_exceptions=True)
         for connection in self._nameless:  # their tasks were cancelled before they began
             connection.close()
-        await self.daemon.close()
+        await asyncio.gather(*(lane.close() for lane in self.lanes), self.daemon.close())
 
     async def _deliver_last_words(self) -> None:
         """Until the peers' daemons have what closed streams sent.
@@ -291,75 +295,23 @@ class Libp2pTransport:
         queue. It sends to a peer in order, over one connection; so when the peer's daemon answers
         a ping that was sent later, it has all that went before.
         """
-        closing = list(self._streams.values())
-        peers = dict.fromkeys([*self._told, *(stream.peer for stream in closing)])
+        closing = dict(self._streams)
 
-        async def deliver(peer: str) -> None:
+        async def deliver(route: _Route) -> None:
             for stream in closing:
-                if stream.peer == peer:
+                if closing[stream] == route:
                     await stream.gone.wait()
-            if await self.daemon.is_connected(peer):
-                await self._ping(peer)
+            if await route.daemon.is_connected(route.peer):
+                await self._ping(route)
 
-        await asyncio.gather(*(deliver(peer) for peer in peers), return_exceptions=True)
+        routes = dict.fromkeys([*self._told, *closing.values()])
+        await asyncio.gather(*(deliver(route) for route in routes), return_exceptions=True)
 
-    async def _ping(self, peer_id: str) -> None:
-        """One round trip to the peer's daemon. Raises TransportError or OSError; may hang."""
-        connection, _ = await self.daemon.open_stream(peer_id, _PING, _LAST_WORDS_S)
+    async def _ping(self, route: _Route) -> None:
+        """One round trip over a connection. Raises TransportError or OSError; may hang."""
+        connection, _ = await route.daemon.open_stream(route.peer, _PING, _LAST_WORDS_S)
         try:
             await self._loop.sock_sendall(connection, bytes(32))
             await read_exactly(connection, 32)
         finally:
             connection.close()
-
-
-async def _answering(addresses: Sequence[str], timeout_s: float) -> list[str]:
-    """Of these addresses, those whose TCP port accepts, and those that cannot be asked so."""
-    answering: list[str] = []
-    probes: list[asyncio.Task[None]] = []
-
-    async def probe(address: str, host: str, port: int) -> None:
-        with contextlib.suppress(OSError):
-            _, writer = await asyncio.open_connection(host, port)
-            writer.close()
-            answering.append(address)
-
-    for address in addresses:
-        match = _TCP_ADDRESS.match(address)
-        if match is None or "/p2p-circuit" in address or int(match[2]) > 65535:
-            answering.append(address)
-        else:
-            probes.append(asyncio.create_task(probe(address, match[1], int(match[2]))))
-    try:
-        loop = asyncio.get_running_loop()
-        deadline, waiting = loop.time() + timeout_s, set(probes)
-        while waiting and loop.time() < deadline:
-            done, waiting = await asyncio.wait(
-                waiting,
-                timeout=min(deadline - loop.time(), _GRACE_S if answering else timeout_s),
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-            if not done:
-                break
-    finally:
-        for task in probes:
-            task.cancel()
-    return [address for address in addresses if address in answering]
-
-
-def _short(reason: str) -> str:
-    """The daemon's reason in a line a person can read."""
-    for words, said in (
-        ("protocols not supported", "it does not serve this protocol"),
-        ("connection refused", "connection refused"),
-        ("no route to host", "no route to host"),
-        ("peer id mismatch", "another peer answered there"),
-        ("no addresses", "no address known"),
-        ("not found", "no address known"),
-        ("dial to self", "that is this peer itself"),
-        ("timeout", "no answer in time"),
-        ("deadline exceeded", "no answer in time"),
-    ):
-        if words in reason.lower():
-            return said
-    return " ".join(reason.split())[:200]

@@ -28,6 +28,7 @@ class MemoryTransport:
 
     def __init__(self, network: MemoryNetwork, peer_id: str) -> None:
         self.network, self.peer_id = network, peer_id
+        self.connections = 1
         self.handlers: dict[str, Handler] = {}
         self.streams: dict[MemoryStream, None] = {}
         self.tasks: dict[asyncio.Task[None], None] = {}
@@ -42,7 +43,7 @@ class MemoryTransport:
         self.handlers[protocol] = handler
 
     async def dial(
-        self, peer_id: str, protocol: str, addresses: Sequence[str] = ()
+        self, peer_id: str, protocol: str, addresses: Sequence[str] = (), *, connection: int = 0
     ) -> MemoryStream:
         network = self.network
         deadline = asyncio.get_running_loop().time() + DIAL_TIMEOUT_S

@@ -1,9 +1,10 @@
-"""One stream of several: for large tensors over long lines.
+"""One stream of several: for large tensors over long lines, and over several connections.
 
 A new stream of libp2p may have 256 KiB on their way and unread, and more only after some round
 trips; a home line and the buffers along it hold as much, so a stream alone leaves it idle now and
-then (docs/decisions/group-all-reduce.md). Here bytes go round robin over `count` streams of the
-same connection, a block each, and are read in the same order; towards its users it is one stream.
+then (docs/decisions/group-all-reduce.md). Here bytes go round robin over `count` streams to the
+same peer, a block each, and are read in the same order; towards its users it is one stream. Where
+the transport has several connections, they are spread over these.
 
 Each begins with a byte, `count`; where that is not 1 with its own number (one byte) and 16 random
 bytes that all of them share, too.
@@ -22,7 +23,7 @@ from swarm.net.stream_limit import StreamLimit
 from swarm.net.transport import Buffer, Stream, Transport
 
 BLOCK_BYTES = 64 * 1024
-MAX_STRIPES = 8
+MAX_STRIPES = 16
 ID_BYTES = 16
 GATHER_S = 10.0  # for all stripes to come, once one has
 GREET_S = 10.0  # for what comes first
@@ -148,7 +149,7 @@ async def dial_striped(
     opened: list[Stream] = []
 
     async def dial(number: int) -> Stream:
-        stream = await transport.dial(peer, protocol, addresses)
+        stream = await transport.dial(peer, protocol, addresses, connection=number)
         opened.append(stream)
         own = bytes([number]) + identity if count > 1 else b""
         await stream.send([bytes([count]) + own, *(first if number == 0 else ())])

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 Buffer = bytes | bytearray | memoryview
+MAX_CONNECTIONS = 16  # to a peer
 
 
 class Stream(Protocol):
@@ -67,12 +68,22 @@ class Transport(Protocol):
     def addresses(self) -> tuple[str, ...]:
         """Multiaddrs (with /p2p/ID) at which others can dial this peer."""
 
+    @property
+    def connections(self) -> int:
+        """To each peer, over which streams can be spread."""
+
     def serve(self, protocol: str, handler: Handler) -> None:
         """Run `handler(stream)` in a task of its own per incoming stream; the stream is aborted
         when the handler returns or raises (an exception is logged, never propagated)."""
 
-    async def dial(self, peer_id: str, protocol: str, addresses: Sequence[str] = ()) -> Stream:
-        """Open a stream. Raises UnreachableError: no such peer, refused, not in time."""
+    async def dial(
+        self, peer_id: str, protocol: str, addresses: Sequence[str] = (), *, connection: int = 0
+    ) -> Stream:
+        """Open a stream. Raises UnreachableError: no such peer, refused, not in time.
+
+        Of several connections it takes that of this number, modulo theirs, if it is there already;
+        one that is not is made for the next time.
+        """
 
     async def close(self) -> None:
         """Abort all streams and stop serving. Idempotent.

@@ -43,7 +43,7 @@ from swarm.wire.codecs import (
     decode,
 )
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 FRAME_VERSION = 1
 MAGIC = b"SWP"
 MAX_HEADER_BYTES = 1 << 20

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from swarm.net.identity import claim_identity
+from swarm.net.identity import claim_identity, load_identity
 from swarm.net.memory_directory import MemoryDirectory, Shared
 from swarm.net.stream_limit import StreamLimit
 from swarm.net.striped import Gathering, dial_striped
 from swarm.net.transport import Directory, Handler, Stream, Transport
+
+if TYPE_CHECKING:
+    from swarm.net.libp2p import Libp2pTransport
 
 MakeTransports = Callable[[int], AbstractAsyncContextManager[list[Transport]]]
 MakeDirectories = Callable[[int], AbstractAsyncContextManager[list[Directory]]]
@@ -47,6 +52,7 @@ class Striped:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self.peer_id, self.close = transport.peer_id, transport.close
+        self.connections = transport.connections
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -62,8 +68,59 @@ class Striped:
         gathering = Gathering(greet, handle, StreamLimit("test", 64, 64))
         self._transport.serve(protocol, gathering)
 
-    async def dial(self, peer_id: str, protocol: str, addresses: Sequence[str] = ()) -> Stream:
+    async def dial(
+        self, peer_id: str, protocol: str, addresses: Sequence[str] = (), *, connection: int = 0
+    ) -> Stream:
         return await dial_striped(self._transport, peer_id, protocol, addresses, 3)
+
+
+class OverALane:
+    """A transport that dials all its streams over its second connection."""
+
+    def __init__(self, transport: Libp2pTransport) -> None:
+        self.transport = transport
+        self.peer_id, self.close = transport.peer_id, transport.close
+        self.serve, self.connections = transport.serve, transport.connections
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        return self.transport.addresses
+
+    async def dial(
+        self, peer_id: str, protocol: str, addresses: Sequence[str] = (), *, connection: int = 1
+    ) -> Stream:
+        return await self.transport.dial(peer_id, protocol, addresses, connection=1)
+
+
+@asynccontextmanager
+async def connected_libp2p_transports(
+    count: int, connections: int
+) -> AsyncIterator[list[Libp2pTransport]]:
+    """Each with its connections to all others there already."""
+    from swarm.net.libp2p import Libp2pTransport
+
+    transports: list[Libp2pTransport] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            while len(transports) < count:
+                path = load_identity(Path(folder) / f"{len(transports)}.key").path
+                transports.append(await Libp2pTransport.create(path, connections=connections))
+            for each in transports:
+                for lane in each.lanes:
+                    for other in transports:
+                        if other is not each:
+                            await lane.open(other.peer_id, "/nothing", other.addresses)
+                    await lane.connected()
+            yield transports
+        finally:
+            for transport in transports:
+                await transport.close()
+
+
+@asynccontextmanager
+async def lane_libp2p_transports(count: int) -> AsyncIterator[list[Transport]]:
+    async with connected_libp2p_transports(count, 2) as transports:
+        yield [OverALane(each) for each in transports]
 
 
 @asynccontextmanager

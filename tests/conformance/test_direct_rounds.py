@@ -23,10 +23,11 @@ class Watched:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self.peer_id, self.serve = transport.peer_id, transport.serve
+        self.connections = transport.connections
         self.back: asyncio.Queue[int] = asyncio.Queue()
 
-    async def dial(self, *arguments: Any) -> Stream:
-        stream = await self._transport.dial(*arguments)
+    async def dial(self, *arguments: Any, connection: int) -> Stream:
+        stream = await self._transport.dial(*arguments, connection=connection)
         close = stream.close
 
         async def noted() -> None:

@@ -13,6 +13,7 @@ import pytest
 from swarm.errors import StreamClosedError, UnreachableError
 from swarm.net.transport import Stream, Transport
 from tests.conformance.networks import (
+    lane_libp2p_transports,
     libp2p_transports,
     memory_transports,
     striped_libp2p_transports,
@@ -394,7 +395,7 @@ async def run_check(make: Any, check: Check) -> None:
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__[6:])
-@pytest.mark.parametrize("make", [memory_transports, libp2p_transports])
+@pytest.mark.parametrize("make", [memory_transports, libp2p_transports, lane_libp2p_transports])
 def test_transport(
     make: Any, check: Callable[[list[Transport]], Coroutine[Any, Any, None]]
 ) -> None:

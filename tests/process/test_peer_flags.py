@@ -14,6 +14,7 @@ import gc
 from types import SimpleNamespace
 
 import numpy as np
+import psutil
 import torch
 from torch import nn
 
@@ -25,7 +26,9 @@ class Line(nn.Linear):
     def forward(self, x):
         limits = {each.limit_bytes for each in gc.get_objects() if type(each) is KeptAnswers}
         if limits:
-            print(f"threads {torch.get_num_threads()}, limits {sorted(limits)}", flush=True)
+            daemons = [each.name() for each in psutil.Process().children()].count("p2pd")
+            print(f"threads {torch.get_num_threads()}, limits {sorted(limits)},"
+                  f" daemons {daemons}", flush=True)
         return super().forward(x)
 
 
@@ -58,8 +61,8 @@ every = 0
 
 
 def test_what_a_peer_is_told_is_what_it_does(forks: Forks, tmp_path: Path) -> None:
-    """Its key is where it was told, and it computes with as many threads and keeps as many bytes as
-    its owner allows."""
+    """Its key is where it was told, it computes with as many threads and keeps as many bytes as its
+    owner allows, and has a daemon for each connection."""
     (tmp_path / "telling_package.py").write_text(PACKAGE)
     (tmp_path / "run.toml").write_text(RUN)
     here = {"PYTHONPATH": str(tmp_path)}
@@ -67,13 +70,13 @@ def test_what_a_peer_is_told_is_what_it_does(forks: Forks, tmp_path: Path) -> No
     peer = forks.peer(
         *("--join", leader.link, "--allow-pipeline", "telling_package:pipeline", *LOCAL),
         *("--threads", "3", "--memory", "2"),  # the run allows 512, and tests use one thread
-        *("--identity", "keys/mine.key"),
+        *("--identity", "keys/mine.key", "--connections", "3"),
         **here,
     )
     assert leader.code() == 0, leader
     assert peer.code() == 0, peer
     told = {line for line in peer.out.splitlines() if line.startswith("threads")}
-    assert told == {f"threads 3, limits {[2 << 20]}"}
+    assert told == {f"threads 3, limits {[2 << 20]}, daemons 3"}
     key = tmp_path / "keys" / "mine.key"
     assert key.stat().st_mode & 0o777 == 0o600
     assert not list((tmp_path / "home").rglob("peer/*.key")), "another identity was made"

@@ -25,6 +25,7 @@ from swarm.averaging.plan import (
     make_plan,
     split,
 )
+from swarm.averaging.round import Limits
 from swarm.errors import WireError
 from swarm.net.striped import MAX_STRIPES
 from swarm.step import Group
@@ -122,6 +123,20 @@ def test_stripes_where_there_is_much_for_few(
     members = [f"m{number}" for number in range(num_members)]
     plan = make_plan(members, num_elements, "float32", codec=codec)
     assert plan.num_stripes(0) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_members", "connections", "expected"),
+    [(2, 4, 8), (2, 16, 16), (4, 4, 4), (4, 16, 16), (100, 16, 2), (1024, 16, 1)],
+)
+def test_a_stripe_for_each_connection_unless_members_are_many(
+    num_members: int, connections: int, expected: int
+) -> None:
+    """All of a group may wait for one member, who holds a bounded number of streams."""
+    members = sorted(f"m{number}" for number in range(num_members))
+    plan = make_plan(members, num_members * 500_000, "float32")
+    assert plan.num_stripes(0, connections) == expected
+    assert num_members * expected <= Limits().max_parked
 
 
 def test_stripes_go_by_what_a_member_sums() -> None:

@@ -37,8 +37,8 @@ FLAGS = {
     "eval": "DIR --debug --json --microbatches --run",
 }
 PEER_FLAGS = (
-    "--allow-pipeline --announce --data-dir --debug --device --drain-s --identity --join --lan "
-    "--listen --memory --name --pretrained --stage --threads --version"
+    "--allow-pipeline --announce --connections --data-dir --debug --device --drain-s --identity "
+    "--join --lan --listen --memory --name --pretrained --stage --threads --version"
 )
 
 

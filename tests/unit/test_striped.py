@@ -211,14 +211,14 @@ def test_a_stripe_that_fails_leaves_none_behind(what: str, number: int) -> None:
         async def fail(parts: Sequence[Buffer]) -> None:
             raise StreamClosedError("not now")
 
-        async def fails_once(*arguments: Any) -> Stream:
+        async def fails_once(*arguments: Any, connection: int) -> Stream:
             nonlocal count
             count += 1
             if count != number + 1:
-                return await dial(*arguments)
+                return await dial(*arguments, connection=connection)
             if what == "dial":
                 raise UnreachableError("not now")
-            stream = await dial(*arguments)
+            stream = await dial(*arguments, connection=connection)
             stream.send = fail  # type: ignore[method-assign]
             return stream
 
