@@ -115,8 +115,10 @@ class Plan:
         """Of the stream to one member, by what goes there (`swarm.net.striped`) and how many
         `connections` there are to it."""
         given = self.contribution_bytes(self.part(owner).num_elements)
-        several = min(connections, CONNECTED_STRIPES // len(self.members))
-        return max(1, min(max(STRIPES.get(len(self.members), 1), several), given // STRIPE_BYTES))
+        several = max(1, min(connections, CONNECTED_STRIPES // len(self.members)))
+        # As many on each: what goes in turn goes at the pace of the connection with most of them.
+        most = -(-STRIPES.get(len(self.members), 1) // several) * several
+        return max(1, min(most, given // STRIPE_BYTES))
 
     def digest(self) -> str:
         """sha256 over all of it: equal digests, equal plans."""

@@ -40,7 +40,7 @@ class Limits:
     # Streams, each stripe by itself: of which no header has been read, and of rounds not started
     # here. A whole group may wait for one member; the members of few have stripes.
     max_unread: int = 1024
-    max_unread_of_one: int = 8 * MAX_STRIPES
+    max_unread_of_one: int = 4 * MAX_STRIPES
     max_parked: int = MAX_MEMBERS
     max_parked_per_peer: int = 4  # rounds
 

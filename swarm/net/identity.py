@@ -29,6 +29,7 @@ from swarm.errors import StorageError
 _RSA, _ED25519 = 0, 1
 _MAX_KEY_BYTES = 8192
 _MAX_IDENTITIES = 1000
+_MAX_RSA_EXPONENT = 1 << 32  # one as long as the key takes a hundred times as long to check
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ def verify(peer_id: str, public_key: bytes, context: str, data: bytes, signature
             return True
         key = serialization.load_der_public_key(body)
         if kind != _RSA or not isinstance(key, rsa.RSAPublicKey) or key.key_size > 8192:
+            return False
+        if key.public_numbers().e > _MAX_RSA_EXPONENT:
             return False
         key.verify(signature, message, padding.PKCS1v15(), hashes.SHA256())
         return True

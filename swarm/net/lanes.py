@@ -27,7 +27,8 @@ from swarm.tasks import TaskSet
 LANE = "/lane"  # ends the name of what is dialled
 CONTEXT = "lane"
 MAX_FIELD_BYTES = 2048  # an RSA key of 8192 bits has 1,060, its signature 1,024
-AGAIN_S = 60.0  # after a peer could not be dialled by a lane
+OPEN_S = 3.0  # for a stream of a lane; then the first connection is tried
+AGAIN_S = 60.0  # after something with a peer has failed over a lane
 MAX_REMEMBERED = 1024
 log = logging.getLogger("swarm.net")
 
@@ -43,7 +44,7 @@ class Lane:
         self._letter = letter
         self._dialler = Dialler(daemon, dial_timeout_s)
         self._connecting: dict[str, asyncio.Task[None]] = {}
-        self._again_at: dict[str, float] = {}  # by peer that could not be dialled
+        self._again_at: dict[str, float] = {}  # by peer, of those that are put aside
         self._tasks = TaskSet()
 
     @classmethod
@@ -59,45 +60,50 @@ class Lane:
     async def open(
         self, peer_id: str, protocol: str, addresses: Sequence[str]
     ) -> socket.socket | None:
-        """A stream that the peer takes as one of ours; None while there is no connection."""
-        if self.daemon.lost.is_set():
+        """A stream that the peer takes as one of ours; None while there is no connection, and where
+        it does not come within OPEN_S."""
+        if self.daemon.lost.is_set() or self._is_aside(peer_id):
             return None
-        connection = None
         try:
-            if not await self.daemon.is_connected(peer_id):
-                self._connect_soon(peer_id, addresses)
-                return None
-            connection = await self._dialler.open(peer_id, protocol + LANE, ())
-            await asyncio.get_running_loop().sock_sendall(connection, self._letter)
-            return connection
-        except (TransportError, OSError) as error:
-            log.debug("no stream to %s over a lane: %s", peer_id[-8:], error)
-            if connection is not None:
-                connection.close()
+            async with asyncio.timeout(OPEN_S):
+                if not await self.daemon.is_connected(peer_id):
+                    self._connect_soon(peer_id, addresses)
+                    return None
+                connection = await self._dialler.open(peer_id, protocol + LANE, ())
+                try:
+                    await asyncio.get_running_loop().sock_sendall(connection, self._letter)
+                except BaseException:
+                    connection.close()
+                    raise
+                return connection
+        except (TransportError, TimeoutError, OSError) as error:
+            log.debug("no stream to %s over a lane: %s", peer_id[-8:], error or "no answer")
+            self.put_aside(peer_id)
             return None
-        except BaseException:
-            if connection is not None:
-                connection.close()
-            raise
+
+    def put_aside(self, peer_id: str) -> None:
+        """Dial this peer no more for AGAIN_S. Of what failed over a lane nobody can say whether it
+        would have failed without: a connection that is dead looks well for half a minute."""
+        self._again_at.pop(peer_id, None)
+        self._again_at[peer_id] = asyncio.get_running_loop().time() + AGAIN_S
+        if len(self._again_at) > MAX_REMEMBERED:
+            del self._again_at[next(iter(self._again_at))]
+
+    def _is_aside(self, peer_id: str) -> bool:
+        return asyncio.get_running_loop().time() < self._again_at.get(peer_id, 0.0)
 
     def _connect_soon(self, peer_id: str, addresses: Sequence[str]) -> None:
-        now = asyncio.get_running_loop().time()
-        if peer_id in self._connecting or now < self._again_at.get(peer_id, now) or not addresses:
-            return
-        task = self._tasks.spawn(self._connect(peer_id, addresses), f"lane to {peer_id[-8:]}")
-        self._connecting[peer_id] = task
-        task.add_done_callback(lambda _: self._connecting.pop(peer_id, None))
+        if peer_id not in self._connecting and addresses:
+            task = self._tasks.spawn(self._connect(peer_id, addresses), f"lane to {peer_id[-8:]}")
+            self._connecting[peer_id] = task
+            task.add_done_callback(lambda _: self._connecting.pop(peer_id, None))
 
     async def _connect(self, peer_id: str, addresses: Sequence[str]) -> None:
         try:
             await self._dialler.connect(peer_id, addresses)
-            self._again_at.pop(peer_id, None)
         except TransportError as error:
             log.debug("no lane to %s: %s", peer_id[-8:], error)
-            self._again_at.pop(peer_id, None)
-            self._again_at[peer_id] = asyncio.get_running_loop().time() + AGAIN_S
-            if len(self._again_at) > MAX_REMEMBERED:
-                del self._again_at[next(iter(self._again_at))]
+            self.put_aside(peer_id)
 
     async def connected(self) -> None:
         """Until no attempt to connect is under way."""
@@ -118,13 +124,16 @@ async def start_lanes(
         for _ in range(count)
     ]
     try:
-        return await asyncio.gather(*starting)
+        # All are waited for, or one would be cancelled while it cleans up.
+        results = await asyncio.gather(*starting, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return [task.result() for task in starting]
     except BaseException:
         for task in starting:
-            task.cancel()
-        for lane in await asyncio.gather(*starting, return_exceptions=True):
-            if isinstance(lane, Lane):
-                await lane.close()
+            if task.done() and not task.cancelled() and task.exception() is None:
+                await task.result().close()
         raise
 
 

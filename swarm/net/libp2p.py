@@ -21,14 +21,13 @@ import socket
 from collections.abc import Coroutine, Sequence
 from typing import NamedTuple
 
-from swarm.errors import StreamClosedError, TransportError, UnreachableError, WireError
+from swarm.errors import StreamClosedError, TransportError, UnreachableError
 from swarm.net.dialling import Dialler
 from swarm.net.identity import load_identity
 from swarm.net.lanes import LANE, Lane, read_letter, start_lanes
 from swarm.net.p2pd import P2PDaemon
 from swarm.net.p2pd_control import base58_encode, read_exactly, read_message
 from swarm.net.socket_stream import SocketStream
-from swarm.net.stream_limit import StreamLimit
 from swarm.net.transport import MAX_CONNECTIONS, Handler, Stream
 
 log = logging.getLogger("swarm.net")
@@ -36,9 +35,9 @@ log = logging.getLogger("swarm.net")
 _REFRESH_S = 30.0
 _LAST_WORDS_S = 3.0
 _ACCEPT_AGAIN_S = 1.0  # when it could not be; as asyncio's own servers do
-_MAX_LAST_WORDS = 128
+_MAX_LAST_WORDS = 1024  # connections
 _PING = "/ipfs/ping/1.0.0"  # every libp2p host echoes 32 bytes on it
-_MAX_LETTERS, _MAX_LETTERS_OF_ONE = 512, 64  # being read; of lanes, and of one of them
+_MAX_LETTERS = 512  # waited for
 
 
 class _Route(NamedTuple):
@@ -68,7 +67,7 @@ class Libp2pTransport:
         self._dialler = Dialler(daemon, dial_timeout_s)
         self._addresses = addresses
         self._handlers: dict[str, Handler] = {}
-        self._letters = StreamLimit("lane", _MAX_LETTERS_OF_ONE, _MAX_LETTERS)
+        self._letters: dict[socket.socket, None] = {}  # accepted, letter not yet read; oldest first
         self._streams: dict[SocketStream, _Route] = {}
         self._nameless: dict[socket.socket, None] = {}  # accepted, header not yet read
         self._tasks: set[asyncio.Task[None]] = set()
@@ -77,6 +76,8 @@ class Libp2pTransport:
         self._loop = asyncio.get_running_loop()
         self._listen()
         self._spawn(self._notice_loss())
+        for lane in self.lanes:
+            self._spawn(self._notice_loss_of(lane))
         self._spawn(self._refresh_addresses())
 
     @classmethod
@@ -94,7 +95,8 @@ class Libp2pTransport:
         Without `identity_path` (see swarm.net.identity) the peer gets a new identity each time.
         `listen=()` only dials. More `connections` than one to each peer, up to MAX_CONNECTIONS, are
         of daemons of their own, and want an identity; streams are dialled over them (`dial`).
-        Raises ListenError (port taken, no such address), ConfigError (bad address), ValueError.
+        Raises ListenError (port taken, no such address), ConfigError (bad address), StorageError
+        (no such identity), ValueError.
         """
         if not 1 <= connections <= MAX_CONNECTIONS or (connections > 1 and identity_path is None):
             raise ValueError(f"{connections} connections, with the identity {identity_path}")
@@ -138,7 +140,8 @@ class Libp2pTransport:
     async def dial(
         self, peer_id: str, protocol: str, addresses: Sequence[str] = (), *, connection: int = 0
     ) -> Stream:
-        """See Transport. Takes `dial_timeout_s` at most; cancelled, it leaves nothing open."""
+        """See Transport. Takes `dial_timeout_s` at most, and OPEN_S more where a lane does not
+        answer; cancelled, it leaves nothing open."""
         if self._closed or self.lost.is_set():
             raise UnreachableError(f"cannot dial {peer_id}", self.daemon.why_lost or "closed here")
         if peer_id == self.peer_id:
@@ -206,7 +209,7 @@ class Libp2pTransport:
         except BaseException as error:
             connection.close()
             if isinstance(error, Exception):
-                log.debug("incoming stream without a header: %r", error)
+                log.debug("refused an incoming stream: %r", error)
                 return
             raise
         finally:
@@ -214,10 +217,17 @@ class Libp2pTransport:
         await self._serve_stream(protocol, self._add_stream(connection, peer, route))
 
     async def _read_letter(self, connection: socket.socket, lane: str) -> str:
-        with self._letters.one_more(lane) as room:
-            if not room:
-                raise WireError("too many lanes at once")
+        """Where too many are waited for, the oldest gives way: an honest one comes at once, and a
+        peer id costs a stranger nothing."""
+        if len(self._letters) >= _MAX_LETTERS:
+            oldest = next(iter(self._letters))
+            del self._letters[oldest]
+            oldest.shutdown(socket.SHUT_RDWR)
+        self._letters[connection] = None
+        try:
             return await read_letter(lambda size: read_exactly(connection, size), lane)
+        finally:
+            self._letters.pop(connection, None)
 
     async def _serve_stream(self, protocol: str, stream: SocketStream) -> None:
         try:
@@ -239,11 +249,17 @@ class Libp2pTransport:
 
     def _forget(self, stream: SocketStream) -> None:
         route = self._streams.pop(stream, None)
-        if stream.drained and route is not None:
+        if route is None:
+            return
+        if stream.drained:
             self._told.pop(route, None)
             self._told[route] = None
             if len(self._told) > _MAX_LAST_WORDS:
                 del self._told[next(iter(self._told))]
+            return
+        for lane in self.lanes:
+            if lane.daemon is route.daemon:
+                lane.put_aside(route.peer)
 
     def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(coroutine)
@@ -254,6 +270,10 @@ class Libp2pTransport:
         await self.lost.wait()
         for stream in list(self._streams):
             stream.abort()
+
+    async def _notice_loss_of(self, lane: Lane) -> None:
+        await lane.daemon.lost.wait()
+        log.warning("%s: one connection fewer to each peer", lane.daemon.why_lost)
 
     async def _refresh_addresses(self) -> None:
         """Addresses change when NAT mappings are found."""
@@ -286,7 +306,8 @@ class Libp2pTransport:
         await asyncio.gather(*tasks, return_exceptions=True)
         for connection in self._nameless:  # their tasks were cancelled before they began
             connection.close()
-        await asyncio.gather(*(lane.close() for lane in self.lanes), self.daemon.close())
+        await asyncio.gather(*(lane.close() for lane in self.lanes), return_exceptions=True)
+        await self.daemon.close()
 
     async def _deliver_last_words(self) -> None:
         """Until the peers' daemons have what closed streams sent.

@@ -75,10 +75,12 @@ class Striped:
 
 
 class OverALane:
-    """A transport that dials all its streams over its second connection."""
+    """A transport that dials all its streams over its second connection, also after one that was
+    aborted."""
 
     def __init__(self, transport: Libp2pTransport) -> None:
         self.transport = transport
+        transport.lanes[0].put_aside = lambda peer_id: None  # type: ignore[method-assign]
         self.peer_id, self.close = transport.peer_id, transport.close
         self.serve, self.connections = transport.serve, transport.connections
 
@@ -89,7 +91,11 @@ class OverALane:
     async def dial(
         self, peer_id: str, protocol: str, addresses: Sequence[str] = (), *, connection: int = 1
     ) -> Stream:
-        return await self.transport.dial(peer_id, protocol, addresses, connection=1)
+        stream = await self.transport.dial(peer_id, protocol, addresses, connection=1)
+        if peer_id != self.peer_id:
+            route = self.transport._streams[stream]  # type: ignore[index]
+            assert route.daemon is self.transport.lanes[0].daemon
+        return stream
 
 
 @asynccontextmanager
@@ -111,6 +117,9 @@ async def connected_libp2p_transports(
                         if other is not each:
                             await lane.open(other.peer_id, "/nothing", other.addresses)
                     await lane.connected()
+                    for other in transports:
+                        if other is not each:
+                            assert await lane.daemon.is_connected(other.peer_id)
             yield transports
         finally:
             for transport in transports:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -11,16 +13,23 @@ import psutil
 import pytest
 import torch
 
-from swarm.averaging import GroupAllReduce
-from swarm.errors import StreamClosedError
+from swarm.averaging import GroupAllReduce, RoundFailedError
+from swarm.averaging.round import Limits
+from swarm.errors import ListenError, StreamClosedError
 from swarm.net.identity import load_identity
-from swarm.net.lanes import LANE, read_letter
+from swarm.net.lanes import LANE, read_letter, start_lanes
 from swarm.net.libp2p import Libp2pTransport
+from swarm.net.p2pd import P2PDaemon
 from swarm.net.transport import Stream
 from tests.conformance.networks import connected_libp2p_transports
 
 SOON_S = 20.0
 ELEMENTS = 1_000_000
+
+
+async def echo(stream: Stream) -> None:
+    while True:
+        await stream.send([await stream.receive_exactly(1)])
 
 
 async def hold(stream: Stream) -> None:
@@ -116,10 +125,9 @@ def test_a_lane_that_speaks_for_nobody_is_not_served() -> None:
     asyncio.run(main())
 
 
-def test_a_letter_that_never_comes_takes_no_more_than_its_room(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("swarm.net.libp2p._MAX_LETTERS_OF_ONE", 2)
+def test_letters_that_never_come_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest gives way: a stranger may be as many peers as it likes."""
+    monkeypatch.setattr("swarm.net.libp2p._MAX_LETTERS", 2)
 
     async def main() -> None:
         waiting: asyncio.Queue[str] = asyncio.Queue()
@@ -129,20 +137,149 @@ def test_a_letter_that_never_comes_takes_no_more_than_its_room(
             return await read_letter(read, lane)
 
         monkeypatch.setattr("swarm.net.libp2p.read_letter", begun)
-        async with asyncio.timeout(60), connected_libp2p_transports(2, 1) as (here, there):
-            there.serve("/hold/1", hold)
-            silent = [
-                await here.dial(there.peer_id, f"/hold/1{LANE}", there.addresses) for _ in range(2)
-            ]
-            for each in silent:  # so that their streams are open there, in this order
-                await each.send([b"\x01"])
+        async with asyncio.timeout(60), connected_libp2p_transports(2, 2) as (here, there):
+            there.serve("/echo/1", echo)
+            silent = []
+            for _ in range(2):
+                silent.append(await here.dial(there.peer_id, f"/echo/1{LANE}", there.addresses))
+                await silent[-1].send([b"\x01"])  # so that it is open there, and before the next
                 await waiting.get()
-            one_more = await here.dial(there.peer_id, f"/hold/1{LANE}", there.addresses)
+            honest = await here.dial(there.peer_id, "/echo/1", there.addresses, connection=1)
+            await honest.send([b"x"])
+            assert await honest.receive_exactly(1) == b"x"
             with pytest.raises(StreamClosedError):
-                await one_more.receive_exactly(1)
-            assert there._letters.open.total() == 2
+                await silent[0].receive_exactly(1)
+            assert len(there._letters) == 1
 
     asyncio.run(main())
+
+
+def test_a_connection_that_dies_in_silence_costs_one_attempt() -> None:
+    """What comes over it stops, and it looks well. The second attempt does without it."""
+
+    async def main() -> None:
+        async with asyncio.timeout(60), connected_libp2p_transports(2, 1) as (_, there):
+            passing = asyncio.Event()
+            passing.set()
+
+            async def pass_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+                while data := await source.read(1 << 16):
+                    await passing.wait()
+                    sink.write(data)
+                sink.close()
+
+            async def forward(ours: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
+                _, _, host, _, port, *_ = there.addresses[0].split("/")
+                theirs, on = await asyncio.open_connection(host, int(port))
+                await asyncio.gather(
+                    pass_on(ours, on), pass_on(theirs, back), return_exceptions=True
+                )
+
+            proxy = await asyncio.start_server(forward, "127.0.0.1", 0)
+            port = proxy.sockets[0].getsockname()[1]
+            with tempfile.TemporaryDirectory() as folder:
+                path = load_identity(Path(folder) / "identity.key").path
+                here = await Libp2pTransport.create(path, connections=2)
+            (lane,) = here.lanes
+            await lane.open(there.peer_id, "/nothing", [f"/ip4/127.0.0.1/tcp/{port}"])
+            await lane.connected()
+            by_peer = {each.peer_id: each for each in (here, there)}
+            members = sorted(by_peer)
+            reducers = {
+                peer: GroupAllReduce(
+                    each,
+                    addresses=lambda other: by_peer[other].addresses,
+                    limits=Limits(silence_s=0.5),
+                )
+                for peer, each in by_peer.items()
+            }
+            for reducer in reducers.values():
+                reducer.serve()
+            local = torch.ones(ELEMENTS)
+            out = {peer: torch.empty(ELEMENTS) for peer in members}
+
+            async def attempt(name: str) -> list[type]:
+                results = await asyncio.gather(
+                    *(reducers[p].all_reduce(name, members, local, out[p]) for p in members),
+                    return_exceptions=True,
+                )
+                return [type(each) for each in results]
+
+            try:
+                assert await attempt("over both") == [tuple, tuple]
+                passing.clear()
+                assert await attempt("while it is silent") == [RoundFailedError] * 2
+                assert await lane.daemon.is_connected(there.peer_id)
+                assert await attempt("once more") == [tuple, tuple]
+            finally:
+                passing.set()
+                await here.close()
+                proxy.close()
+
+    asyncio.run(main())
+
+
+def test_a_daemon_that_stands_still_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swarm.net.lanes.OPEN_S", 0.2)
+
+    async def main() -> None:
+        async with asyncio.timeout(60), connected_libp2p_transports(2, 2) as (here, there):
+            there.serve("/echo/1", echo)
+            process = here.lanes[0].daemon._process
+            assert process is not None
+            process.send_signal(signal.SIGSTOP)
+            try:
+                async with asyncio.timeout(SOON_S):
+                    stream = await here.dial(
+                        there.peer_id, "/echo/1", there.addresses, connection=1
+                    )
+                    await stream.send([b"x"])
+                    assert await stream.receive_exactly(1) == b"x"
+            finally:
+                process.send_signal(signal.SIGCONT)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("what", ["fails", "cancelled"])
+def test_lanes_that_do_not_all_start_leave_nothing(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither a process, nor a file, nor a descriptor."""
+    identity = load_identity(tmp_path / "identity.key")
+    sockets = Path(tempfile.mkdtemp(prefix="st-", dir="/tmp"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(sockets))
+    started: list[P2PDaemon] = []
+    original = P2PDaemon._wait_until_ready
+
+    async def main() -> None:
+        third = asyncio.Event()
+
+        async def ready(self: P2PDaemon) -> None:
+            await original(self)
+            started.append(self)
+            if len(started) == 3:
+                third.set()
+                if what == "fails":
+                    raise ListenError("not this one")
+                await asyncio.Event().wait()
+
+        monkeypatch.setattr(P2PDaemon, "_wait_until_ready", ready)
+        starting = asyncio.create_task(start_lanes(4, identity, SOON_S, 1.0))
+        await third.wait()
+        if what == "cancelled":
+            starting.cancel()
+        with pytest.raises(ListenError if what == "fails" else asyncio.CancelledError):
+            await starting
+
+    before = len(os.listdir("/proc/self/fd"))
+    asyncio.run(main())
+    processes = [each._process.pid for each in started if each._process is not None]
+    assert len(processes) >= 3
+    assert not any(map(psutil.pid_exists, processes))
+    assert list(sockets.iterdir()) == []
+    assert len(os.listdir("/proc/self/fd")) <= before
+    sockets.rmdir()
 
 
 def test_a_round_over_several_connections_gives_what_one_gives() -> None:

@@ -127,9 +127,12 @@ def test_stripes_where_there_is_much_for_few(
 
 @pytest.mark.parametrize(
     ("num_members", "connections", "expected"),
-    [(2, 4, 8), (2, 16, 16), (4, 4, 4), (4, 16, 16), (100, 16, 2), (1024, 16, 1)],
+    [
+        *((2, 1, 8), (2, 3, 9), (2, 4, 8), (2, 7, 14), (2, 16, 16)),
+        *((3, 3, 3), (4, 4, 4), (4, 16, 16), (100, 16, 2), (1024, 16, 1)),
+    ],
 )
-def test_a_stripe_for_each_connection_unless_members_are_many(
+def test_as_many_stripes_on_each_connection_unless_members_are_many(
     num_members: int, connections: int, expected: int
 ) -> None:
     """All of a group may wait for one member, who holds a bounded number of streams."""

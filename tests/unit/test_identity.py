@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
 import swarm.net.identity
 from peer.commands import spare_identity
@@ -50,6 +52,31 @@ def test_signatures(identity: Identity, tmp_path: Path) -> None:
     assert not verify(*(other.peer_id, other.public_key), "purpose", b"data", signature)
     for public_key in (b"", b"\x08", identity.public_key[:-1], identity.public_key + b"x"):
         assert not verify(peer_id_of(public_key), public_key, "purpose", b"data", signature)
+
+
+def test_a_key_that_takes_long_to_check_is_nobodys() -> None:
+    """Of a stranger who signs little and has others compute much: e as long as the key, but of its
+    own choice, so that the signature is right."""
+    phi_of = rsa.generate_private_key(public_exponent=65537, key_size=2048).private_numbers()
+    phi = (phi_of.p - 1) * (phi_of.q - 1)
+    d = 65537  # short for who signs
+    e = pow(d, -1, phi)
+    numbers = rsa.RSAPrivateNumbers(
+        *(phi_of.p, phi_of.q, d),
+        dmp1=d % (phi_of.p - 1),
+        dmq1=d % (phi_of.q - 1),
+        iqmp=phi_of.iqmp,
+        public_numbers=rsa.RSAPublicNumbers(e, phi_of.p * phi_of.q),
+    )
+    key = numbers.private_key()
+    data = key.public_key().public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    public_key = swarm.net.identity._encode(0, data)
+    message = swarm.net.identity._message("purpose", b"data")
+    signature = key.sign(message, padding.PKCS1v15(), hashes.SHA256())
+    key.public_key().verify(signature, message, padding.PKCS1v15(), hashes.SHA256())
+    assert not verify(peer_id_of(public_key), public_key, "purpose", b"data", signature)
 
 
 def test_key_file_is_private_and_stays_the_same(tmp_path: Path) -> None:
