@@ -82,10 +82,12 @@ COMMANDS = {
     "poor_averaged": Command(
         8, f"throughput.py {POOR} {HALF} --congestion bbr cubic --rounds 5 --parameters 100000"
     ),
+    # Where averaging is most of a step: several connections help nothing else.
     "poor_connections": Command(
-        10,
-        f"throughput.py {POOR} {HALF} --congestion cubic --rounds 5 --parameters 300000"
-        " --connections 1 4",
+        6,
+        "throughput.py --policy exact --keep-window --microbatch-size 1 --profiles poor"
+        ' --settings "subspace-8 int4" --congestion cubic --seconds 20 --rounds 4'
+        " --parameters 1000000 --connections 1 4",
     ),
     "lan_of_2": Command(1.5, f"throughput.py {LARGER} --microbatch-size 2"),
     "lan_of_4": Command(1.5, f"throughput.py {LARGER} --microbatch-size 4"),
