@@ -148,7 +148,7 @@ def peer_that_resets(arguments: Any, tell: Any) -> int:
             self._loop.add_signal_handler(RESET, self.reset)
 
         def reset(self) -> None:
-            for stream in list(self._streams.values()):
+            for stream in list(self._streams):
                 stream.abort()
 
     Libp2pTransport.create = Reset.create  # type: ignore[method-assign]
