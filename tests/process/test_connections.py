@@ -159,7 +159,7 @@ def test_a_connection_that_dies_in_silence_costs_one_attempt() -> None:
 
     async def main() -> None:
         async with asyncio.timeout(60), connected_libp2p_transports(2, 1) as (_, there):
-            passing = asyncio.Event()
+            passing, writers = asyncio.Event(), list[asyncio.StreamWriter]()
             passing.set()
 
             async def pass_on(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
@@ -171,6 +171,7 @@ def test_a_connection_that_dies_in_silence_costs_one_attempt() -> None:
             async def forward(ours: asyncio.StreamReader, back: asyncio.StreamWriter) -> None:
                 _, _, host, _, port, *_ = there.addresses[0].split("/")
                 theirs, on = await asyncio.open_connection(host, int(port))
+                writers.extend((back, on))
                 await asyncio.gather(
                     pass_on(ours, on), pass_on(theirs, back), return_exceptions=True
                 )
@@ -215,6 +216,10 @@ def test_a_connection_that_dies_in_silence_costs_one_attempt() -> None:
                 passing.set()
                 await here.close()
                 proxy.close()
+                for writer in writers:
+                    writer.close()
+                closed = (writer.wait_closed() for writer in writers)
+                await asyncio.gather(*closed, return_exceptions=True)
 
     asyncio.run(main())
 
