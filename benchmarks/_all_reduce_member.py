@@ -113,8 +113,9 @@ class First:
     """A transport that uses the first `connections` of all that another has."""
 
     def __init__(self, transport: Any) -> None:
-        self.transport, self.peer_id, self.serve = transport, transport.peer_id, transport.serve
-        self.connections = 1
+        self.transport, self.connections = transport, 1
+        self.peer_id, self.addresses = transport.peer_id, transport.addresses
+        self.serve, self.close = transport.serve, transport.close
 
     async def dial(
         self, peer_id: str, protocol: str, addresses: Sequence[str] = (), *, connection: int = 0
@@ -137,12 +138,12 @@ async def streams_member() -> None:
                 identity.path, listen=[f"/ip4/{listen}/tcp/0"], connections=connections
             )
         )
-    answer(end=[transport.peer_id, transport.transport.addresses])
+    answer(end=[transport.peer_id, transport.addresses])
     told = await ask()
     rank, addresses = told["rank"], told["addresses"]
     members = sorted(addresses)
     dist.init_process_group("gloo", init_method=told["gloo"], rank=rank, world_size=len(members))
-    reducer = GroupAllReduce(transport, addresses=addresses.__getitem__)  # type: ignore[arg-type]
+    reducer = GroupAllReduce(transport, addresses=addresses.__getitem__)
     reducer.serve()
     bare = BareStreams(transport, addresses)
     answer(ready=True)

@@ -46,7 +46,7 @@ def kept(path: Path) -> list[Row]:
     rows: list[Row] = []
     for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
         try:
-            rows.append(json.loads(line))
+            rows.append({"connections": 1, **json.loads(line)})  # older rows do not say
         except ValueError:
             raise ValueError(f"line {number} of {path} is not JSON; delete it") from None
     return rows

@@ -8,6 +8,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from swarm.averaging import GroupAllReduce
+from swarm.averaging.round import Limits
 from swarm.net.identity import claim_identity, load_identity
 from swarm.net.memory_directory import MemoryDirectory, Shared
 from swarm.net.stream_limit import StreamLimit
@@ -15,7 +17,7 @@ from swarm.net.striped import Gathering, dial_striped
 from swarm.net.transport import Directory, Handler, Stream, Transport
 
 if TYPE_CHECKING:
-    from swarm.net.libp2p import Libp2pTransport
+    from swarm.net.libp2p import Libp2pTransport, _Route
 
 MakeTransports = Callable[[int], AbstractAsyncContextManager[list[Transport]]]
 MakeDirectories = Callable[[int], AbstractAsyncContextManager[list[Directory]]]
@@ -74,13 +76,33 @@ class Striped:
         return await dial_striped(self._transport, peer_id, protocol, addresses, 3)
 
 
+def route_of(transport: Libp2pTransport, stream: Stream) -> _Route:
+    """The connection that a stream goes over."""
+    return {id(each): route for each, route in transport._streams.items()}[id(stream)]
+
+
+def reducers_of(
+    transports: Sequence[Transport], limits: Limits | None = None
+) -> dict[str, GroupAllReduce]:
+    """That know each other and serve, by peer id in the order of members."""
+    by_peer = {each.peer_id: each for each in transports}
+    reducers = {
+        peer: GroupAllReduce(
+            by_peer[peer], addresses=lambda other: by_peer[other].addresses, limits=limits
+        )
+        for peer in sorted(by_peer)
+    }
+    for each in reducers.values():
+        each.serve()
+    return reducers
+
+
 class OverALane:
     """A transport that dials all its streams over its second connection, also after one that was
     aborted."""
 
     def __init__(self, transport: Libp2pTransport) -> None:
         self.transport = transport
-        transport.lanes[0].put_aside = lambda peer_id: None  # type: ignore[method-assign]
         self.peer_id, self.close = transport.peer_id, transport.close
         self.serve, self.connections = transport.serve, transport.connections
 
@@ -91,10 +113,11 @@ class OverALane:
     async def dial(
         self, peer_id: str, protocol: str, addresses: Sequence[str] = (), *, connection: int = 1
     ) -> Stream:
+        (lane,) = self.transport.lanes
+        lane._again_at.clear()
         stream = await self.transport.dial(peer_id, protocol, addresses, connection=1)
         if peer_id != self.peer_id:
-            route = self.transport._streams[stream]  # type: ignore[index]
-            assert route.daemon is self.transport.lanes[0].daemon
+            assert route_of(self.transport, stream).daemon is lane.daemon
         return stream
 
 

@@ -7,8 +7,9 @@ import asyncio
 import pytest
 import torch
 
-from swarm.averaging import GroupAllReduce, RoundFailedError
+from swarm.averaging import RoundFailedError
 from swarm.net.libp2p import Libp2pTransport
+from tests.conformance.networks import reducers_of
 
 
 @pytest.mark.parametrize("delay_s", [0.02, 0.06])
@@ -17,13 +18,8 @@ def test_three_members_then_one_is_lost(delay_s: float) -> None:
         transports = await asyncio.gather(*(Libp2pTransport.create() for _ in range(3)))
         try:
             by_peer = {t.peer_id: t for t in transports}
-            members = sorted(by_peer)
-            reducers = {
-                peer: GroupAllReduce(t, addresses=lambda other: by_peer[other].addresses)
-                for peer, t in by_peer.items()
-            }
-            for reducer in reducers.values():
-                reducer.serve()
+            reducers = reducers_of(transports)
+            members = list(reducers)
 
             async def everyone(round_id: str, who: list[str], num: int) -> list[object]:
                 local = {peer: torch.randn(num, dtype=torch.float64) for peer in who}

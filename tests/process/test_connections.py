@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import tempfile
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -13,15 +14,16 @@ import psutil
 import pytest
 import torch
 
-from swarm.averaging import GroupAllReduce, RoundFailedError
+from swarm.averaging import RoundFailedError
 from swarm.averaging.round import Limits
 from swarm.errors import ListenError, StreamClosedError
 from swarm.net.identity import load_identity
 from swarm.net.lanes import LANE, read_letter, start_lanes
-from swarm.net.libp2p import Libp2pTransport
+from swarm.net.libp2p import Libp2pTransport, _Route
 from swarm.net.p2pd import P2PDaemon
+from swarm.net.socket_stream import SocketStream
 from swarm.net.transport import Stream
-from tests.conformance.networks import connected_libp2p_transports
+from tests.conformance.networks import connected_libp2p_transports, reducers_of, route_of
 
 SOON_S = 20.0
 ELEMENTS = 1_000_000
@@ -56,7 +58,7 @@ def test_streams_are_spread_over_connections_and_are_all_of_one_peer() -> None:
                 accepted = await came.get()
                 assert accepted.peer == here.peer_id
                 assert await accepted.receive_exactly(1) == b"x"
-                routes.add(there._streams[accepted].peer)  # type: ignore[index]
+                routes.add(route_of(there, accepted).peer)
             assert len(routes) == here.connections == 3
 
     asyncio.run(main())
@@ -73,10 +75,10 @@ def test_nobody_waits_for_a_connection_that_is_not_there_yet() -> None:
             async with asyncio.timeout(SOON_S):
                 (lane,) = here.lanes
                 first = await here.dial(there.peer_id, "/hold/1", there.addresses, connection=1)
-                assert here._streams[first].daemon is here.daemon  # type: ignore[index]
+                assert route_of(here, first).daemon is here.daemon
                 await lane.connected()
                 second = await here.dial(there.peer_id, "/hold/1", there.addresses, connection=1)
-                assert here._streams[second].daemon is lane.daemon  # type: ignore[index]
+                assert route_of(here, second).daemon is lane.daemon
         finally:
             await here.close()
             await there.close()
@@ -97,7 +99,7 @@ def test_where_a_lanes_daemon_has_died_its_streams_end_and_the_first_connection_
             await lane.daemon.lost.wait()
             assert not here.lost.is_set()
             again = await here.dial(there.peer_id, "/hold/1", there.addresses, connection=1)
-            assert here._streams[again].daemon is here.daemon  # type: ignore[index]
+            assert route_of(here, again).daemon is here.daemon
 
     asyncio.run(main())
 
@@ -114,7 +116,7 @@ def test_a_lane_that_speaks_for_nobody_is_not_served() -> None:
             # The letter of another's lane, as somebody who has seen it could send it.
             here.lanes[0]._letter = other.lanes[0]._letter
             forged = await here.dial(there.peer_id, "/note/1", there.addresses, connection=1)
-            assert here._streams[forged].daemon is here.lanes[0].daemon  # type: ignore[index]
+            assert route_of(here, forged).daemon is here.lanes[0].daemon
             with pytest.raises(StreamClosedError):
                 await forged.receive_exactly(1)
             honest = await other.dial(there.peer_id, "/note/1", there.addresses, connection=1)
@@ -184,18 +186,8 @@ def test_a_connection_that_dies_in_silence_costs_one_attempt() -> None:
             (lane,) = here.lanes
             await lane.open(there.peer_id, "/nothing", [f"/ip4/127.0.0.1/tcp/{port}"])
             await lane.connected()
-            by_peer = {each.peer_id: each for each in (here, there)}
-            members = sorted(by_peer)
-            reducers = {
-                peer: GroupAllReduce(
-                    each,
-                    addresses=lambda other: by_peer[other].addresses,
-                    limits=Limits(silence_s=0.5),
-                )
-                for peer, each in by_peer.items()
-            }
-            for reducer in reducers.values():
-                reducer.serve()
+            reducers = reducers_of([here, there], Limits(silence_s=0.5))
+            members = list(reducers)
             local = torch.ones(ELEMENTS)
             out = {peer: torch.empty(ELEMENTS) for peer in members}
 
@@ -290,25 +282,21 @@ def test_lanes_that_do_not_all_start_leave_nothing(
 def test_a_round_over_several_connections_gives_what_one_gives() -> None:
     async def main() -> None:
         async with asyncio.timeout(60), connected_libp2p_transports(4, 3) as transports:
-            by_peer = {each.peer_id: each for each in transports}
-            members = sorted(by_peer)
-            reducers = {
-                peer: GroupAllReduce(each, addresses=lambda other: by_peer[other].addresses)
-                for peer, each in by_peer.items()
-            }
-            for reducer in reducers.values():
-                reducer.serve()
+            reducers = reducers_of(transports)
+            members = list(reducers)
             local = {peer: torch.randn(ELEMENTS, dtype=torch.float64) for peer in members}
             out = {peer: torch.empty(ELEMENTS) for peer in members}
             expected = torch.zeros(ELEMENTS, dtype=torch.float64)
             for peer in members:
                 expected = expected + local[peer]
-            daemons: set[object] = set()
+            routes: set[_Route] = set()
             add = Libp2pTransport._add_stream
 
-            def noted(self: Libp2pTransport, *arguments: object) -> Stream:
-                daemons.add(arguments[-1])
-                return add(self, *arguments)  # type: ignore[arg-type]
+            def noted(
+                self: Libp2pTransport, connection: socket.socket, peer: str, route: _Route
+            ) -> SocketStream:
+                routes.add(route)
+                return add(self, connection, peer, route)
 
             with pytest.MonkeyPatch.context() as patched:
                 patched.setattr(Libp2pTransport, "_add_stream", noted)
@@ -318,7 +306,7 @@ def test_a_round_over_several_connections_gives_what_one_gives() -> None:
             for peer in members:
                 assert torch.equal(out[peer], expected.float())
             # Seen from both ends: the connection of each pair, and two lanes of each to each other.
-            assert len(daemons) == 2 * (4 * 3 // 2 + 4 * 3 * 2)
+            assert len(routes) == 2 * (4 * 3 // 2 + 4 * 3 * 2)
 
     asyncio.run(main())
 
