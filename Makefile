@@ -78,8 +78,8 @@ bench: .venv/.stamp-test
 	    || rm -f benchmarks/out/$$name.json; \
 	done
 
-# Over emulated home connections: network namespaces, so as root. Same contract. Three hours;
-# `everything.py --list` says of what.
+# Over emulated home connections: network namespaces, so as root. Same contract, with what the lab gave
+# beside each result. Three and a half hours; `everything.py --list` says of what.
 bench-wan: .venv/.stamp-test
 	@$(BIN)/python benchmarks/wan/everything.py
 

@@ -14,14 +14,19 @@ thin lines and of a wide one: a small tensor pays a codec's fixed costs for less
 from __future__ import annotations
 
 import argparse
-import json
+import sys
 import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from _helpers import print_results, result
 
 from swarm.wire.codecs import codec_for, codec_names, decode, encode
 
@@ -103,19 +108,10 @@ def main() -> None:
     names = [name for name in codec_names() if codec_for("float32", name) == name]
     seconds = timed(options.rounds, activation, [*names, *stochastic])
     megabytes = activation.numel() * 4 / 1e6
-    results: list[dict[str, object]] = []
+    results: list[dict[str, Any]] = []
 
-    def result(metric: str, value: float, unit: str, goal: float | None = None) -> None:
-        met = None if goal is None else value >= goal
-        results.append(
-            {
-                "metric": metric,
-                "value": float(f"{value:.4g}"),
-                "unit": unit,
-                "goal": goal,
-                "met": met,
-            }
-        )
+    def add(metric: str, value: float, unit: str, goal: float | None = None) -> None:
+        results.append(result(metric, value, unit, goal))
 
     print(f"{megabytes:.1f} MB of float32, {options.threads} thread(s); MB/s of logical bytes")
     kinds = "  ".join(samples)
@@ -124,7 +120,7 @@ def main() -> None:
     for name, (encode_s, decode_s) in seconds.items():
         if name.removesuffix("~") in BLOCKWISE:
             both = megabytes / (encode_s + decode_s)
-            result(f"{name} encode and decode", both, "MB/s", BLOCKWISE_GOAL_MBPS)
+            add(f"{name} encode and decode", both, "MB/s", BLOCKWISE_GOAL_MBPS)
         if name.endswith("~"):
             print(f"{name:15} {megabytes / encode_s:9.0f} {megabytes / decode_s:9.0f}")
             continue
@@ -137,13 +133,13 @@ def main() -> None:
         lost = "  ".join(f"{errors[kind]:{max(len(kind), 7)}.1e}" for kind in samples)
         speeds = f"{megabytes / encode_s:9.0f} {megabytes / decode_s:9.0f}"
         print(f"{name:15} {speeds}          {shown}        {lost}")
-        result(f"{name} encode", megabytes / encode_s, "MB/s")
-        result(f"{name} decode", megabytes / decode_s, "MB/s")
+        add(f"{name} encode", megabytes / encode_s, "MB/s")
+        add(f"{name} decode", megabytes / decode_s, "MB/s")
         for kind in samples:
-            result(f"{name} ratio {kind}", ratios[name][kind], "x")
-            result(f"{name} error {kind}", errors[kind], "relative")
+            add(f"{name} ratio {kind}", ratios[name][kind], "x")
+            add(f"{name} error {kind}", errors[kind], "relative")
     smaller = ratios["bfloat16+zstd"]["activation"] / ratios["bfloat16"]["activation"]
-    result("bfloat16+zstd against bfloat16, activation", smaller, "x", ZSTD_RATIO_GOAL)
+    add("bfloat16+zstd against bfloat16, activation", smaller, "x", ZSTD_RATIO_GOAL)
     print(
         "raw and float32 are sent from the tensor's own memory: encoding copies nothing.\n"
         f"The gradient is that of a mean over {STEP_MICROBATCHES} microbatches, as in a step."
@@ -157,8 +153,8 @@ def main() -> None:
             rates = [megabytes / taken for taken in (encode_s, decode_s, encode_s + decode_s)]
             print(f"{shape:15} {name:6} " + " ".join(f"{rate:9.0f}" for rate in rates))
             for what, rate in zip(("encode", "decode", "encode and decode"), rates, strict=True):
-                result(f"{name} {what}, {shape}", rate, "MB/s")
-    print(json.dumps({"bench": "codecs", "results": results}))
+                add(f"{name} {what}, {shape}", rate, "MB/s")
+    print_results("codecs", results)
 
 
 if __name__ == "__main__":

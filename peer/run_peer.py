@@ -257,7 +257,10 @@ class PeerProcess:
             ]
             return found
 
-        kept_mib = min(config.memory.kept_mib, self.options.memory_mib or config.memory.kept_mib)
+        kept_mib = config.memory.kept_mib
+        if (most_mib := self.options.memory_mib) is not None:
+            free_bytes = min(most_mib << 20, free_bytes or most_mib << 20)
+            kept_mib = min(kept_mib, max(most_mib // 4, 1))
 
         activity = Activity()
         pinned = bool(self.options.stages) and not self.options.may_move

@@ -344,7 +344,10 @@ def line_of(row: Row) -> str:
     below = "" if row["steps"] else "<"
     share = f"{below}{row['share']:.3f}" if row.get("share") is not None else ""
     hub, least = row["lab"]["hub"], row.get("least", row["tokens_per_s"])
-    late = f"; hub dropped {hub['dropped']}, late {1e3 * hub['latest_s']:.0f} ms" if hub else ""
+    late = ""
+    if hub:
+        late = f"; hub lost {hub['lost']}, dropped {hub['dropped']}"
+        late += f", late {1e3 * hub['latest_s']:.0f} ms"
     extra = "".join(
         text
         for text, shown in (

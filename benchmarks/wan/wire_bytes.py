@@ -37,7 +37,7 @@ from swarm.config import RunConfig, parse_config
 from swarm.config_fields import Codec
 
 CODECS = get_args(Codec)
-THIN = ("float32", "bfloat16", "int8", "int4")  # of a subspace
+THIN = ("float32", "float16", "bfloat16", "int8", "int4")  # of a subspace
 GRADIENTS = (
     ("float32", "float64"),
     ("float32", "float32"),
@@ -159,7 +159,7 @@ def main() -> None:
     results = boundaries(options)
     if not options.no_averaging:
         results += averaging(options)
-    print_results("wire_bytes", results)
+    print_results("wan_wire_bytes", results)
 
 
 if __name__ == "__main__":

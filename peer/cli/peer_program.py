@@ -33,7 +33,7 @@ def serve(
     threads: Threads = None,
     memory: Annotated[
         int | None,
-        typer.Option(help="Most MiB to keep for repeated requests [default: the run's].", min=1),
+        typer.Option(help="Most MiB of memory to serve with [default: what is free].", min=1),
     ] = None,
     listen: Listen = None,
     announce: Announce = None,

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from peer.kept import KeptAnswers
+from peer.member import Member
 from swarm.model import Pipeline
 
 
@@ -26,9 +27,10 @@ class Line(nn.Linear):
     def forward(self, x):
         limits = {each.limit_bytes for each in gc.get_objects() if type(each) is KeptAnswers}
         if limits:
+            memory = {each.memory_bytes for each in gc.get_objects() if type(each) is Member}
             daemons = [each.name() for each in psutil.Process().children()].count("p2pd")
             print(f"threads {torch.get_num_threads()}, limits {sorted(limits)},"
-                  f" daemons {daemons}", flush=True)
+                  f" memory {sorted(memory)}, daemons {daemons}", flush=True)
         return super().forward(x)
 
 
@@ -61,22 +63,22 @@ every = 0
 
 
 def test_what_a_peer_is_told_is_what_it_does(forks: Forks, tmp_path: Path) -> None:
-    """Its key is where it was told, it computes with as many threads and keeps as many bytes as its
-    owner allows, and has a daemon for each connection."""
+    """Its key is where it was told, it computes with as many threads and offers as much memory as
+    its owner allows, keeps answers in a quarter of that, and has a daemon for each connection."""
     (tmp_path / "telling_package.py").write_text(PACKAGE)
     (tmp_path / "run.toml").write_text(RUN)
     here = {"PYTHONPATH": str(tmp_path)}
     leader = forks.swarm("train", "run.toml", "--dir", "led", *LOCAL, **here)
     peer = forks.peer(
         *("--join", leader.link, "--allow-pipeline", "telling_package:pipeline", *LOCAL),
-        *("--threads", "3", "--memory", "2"),  # the run allows 512, and tests use one thread
+        *("--threads", "3", "--memory", "8"),  # the run allows 512, and tests use one thread
         *("--identity", "keys/mine.key", "--connections", "3"),
         **here,
     )
     assert leader.code() == 0, leader
     assert peer.code() == 0, peer
     told = {line for line in peer.out.splitlines() if line.startswith("threads")}
-    assert told == {f"threads 3, limits {[2 << 20]}, daemons 3"}
+    assert told == {f"threads 3, limits {[2 << 20]}, memory {[8 << 20]}, daemons 3"}
     key = tmp_path / "keys" / "mine.key"
     assert key.stat().st_mode & 0o777 == 0o600
     assert not list((tmp_path / "home").rglob("peer/*.key")), "another identity was made"

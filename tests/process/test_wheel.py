@@ -103,10 +103,13 @@ def test_installed_alone_it_writes_a_run_and_trains(site: Path, tmp_path: Path) 
     swarm("init", "first.toml")
     assert "[model.config]" in (tmp_path / "first.toml").read_text()
     tiny = toml(tmp_path / "tiny.toml", steps=9)
-    said = swarm("baseline", str(tiny), "--steps", "1", "--device", "cpu", "--report", "report")
+    one_step = ("--steps", "1", "--device", "cpu", "--threads", "1")
+    said = swarm("baseline", str(tiny), *one_step, "--report", "report")
     lines = [json.loads(line) for line in (tmp_path / "report").read_text().splitlines()]
     assert [line.get("step") for line in lines[:-1]] == [0]
     assert f"1 steps, sha256 {lines[-1]['sha256']}" in said
+    whole = swarm("up", str(tiny), *one_step, "--plain", "--peers", "0:1,1:1,2:1")
+    assert lines[-1]["sha256"] in whole, whole
 
 
 def test_installed_alone_it_shows_the_page(site: Path, tmp_path: Path) -> None:

@@ -236,8 +236,8 @@ def test_everything_names_files_that_are_there_and_runs_each_of_them() -> None:
 
 
 def test_everything_takes_as_long_as_it_says() -> None:
-    """Three hours, in its docstring and the Makefile."""
-    assert sum(each.minutes for each in everything.COMMANDS.values()) == pytest.approx(180, abs=10)
+    """Three and a half hours, in its docstring and the Makefile."""
+    assert sum(each.minutes for each in everything.COMMANDS.values()) == pytest.approx(210, abs=10)
 
 
 def test_every_command_of_throughput_is_one(
