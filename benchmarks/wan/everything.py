@@ -134,15 +134,16 @@ COMMANDS = {
         'throughput.py --real --keep-window --seconds 60 --settings "subspace-32 int4"'
         " --profiles lan fibre home poor",
     ),
+    # Long enough for steps after the first, which alone has nothing computed ahead.
     "real_wide": Command(
-        10,
-        "throughput.py --real --keep-window --seconds 30 --settings bfloat16 int8 int4"
+        14,
+        "throughput.py --real --keep-window --seconds 60 --settings bfloat16 int8 int4"
         " --profiles lan home",
     ),
     "real_ahead": Command(
-        12,
-        f'throughput.py --real {AHEAD} --keep-window --seconds 30 --settings "subspace-32 int4"'
-        " int8 --profiles lan home poor",
+        10,
+        f'throughput.py --real {AHEAD} --keep-window --seconds 60 --settings "subspace-32 int4"'
+        " int8 --profiles lan home",
     ),
     "wire_bytes": Command(6, "wire_bytes.py --steps 4 --subspace 8 16 32"),
     "shares": Command(1, "throughput.py --show --plot benchmarks/out/wan_throughput.png"),
