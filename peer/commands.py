@@ -97,7 +97,8 @@ def lead(
             where = ports_as_before(run_dir, listen)
             final = until_interrupted(process.run(listen=where, announce=announce))
         except KeyboardInterrupt:
-            view.note(f"stopped; swarm train {run} goes on from here if the peers stay")
+            again = f"swarm train {run}" + (f" --dir {directory}" if directory else "")
+            view.note(f"stopped; {again} goes on from here if the peers stay")
             raise
         finally:
             follower.refresh()

@@ -47,8 +47,8 @@ def choose_among(
         least = min(need.memory_bytes for need in table.stages)
         return Placement(
             None,
-            f"no stage fits: the smallest needs {_gib(least)}, "
-            f"the device has {_gib(joiner.memory_bytes or 0)}",
+            f"no stage fits: the smallest needs {_size(least)}, "
+            f"this peer has {_size(joiner.memory_bytes or 0)} for it",
         )
     best = min(fitting, key=lambda s: (rates[s], replicas[s], table.rate(joiner, s), s))
     before = min(rates)
@@ -58,11 +58,11 @@ def choose_among(
     elif after > before:
         why = f"stage {best} is the slowest: {before:.3g} -> {after:.3g} microbatches/s"
     elif rates[best] > before:
-        why = f"stage {best} is the slowest that fits its {_gib(joiner.memory_bytes or 0)}"
+        why = f"stage {best} is the slowest that fits its {_size(joiner.memory_bytes or 0)}"
     else:
         why = f"stage {best} is one of the slowest at {before:.3g} microbatches/s"
     return Placement(best, why)
 
 
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
+def _size(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

@@ -254,7 +254,7 @@ def test_the_only_one_of_its_stage_hands_over_to_who_comes(forks: Forks, tmp_pat
 
 def test_leaving_politely_and_at_once(forks: Forks, tmp_path: Path) -> None:
     run = toml(tmp_path / "run.toml", steps=100_000, stages=1)
-    leader = forks.swarm("train", run, *LOCAL)
+    leader = forks.swarm("train", run, *LOCAL, "--dir", "led")
     first, second = join(forks, leader.link), join(forks, leader.link)
     for peer in (first, second):
         peer.says("serving stage 0")
@@ -274,5 +274,5 @@ def test_leaving_politely_and_at_once(forks: Forks, tmp_path: Path) -> None:
 
     leader.signal(signal.SIGINT)
     assert leader.code() == 130, leader
-    assert "goes on from here" in leader.out
+    assert f"swarm train {run} --dir led goes on from here" in leader.out
     assert leader.err == ""

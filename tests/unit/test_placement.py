@@ -93,6 +93,8 @@ def test_a_joiner_takes_what_its_memory_holds() -> None:
     none = choose_stage(table, PeerLoad("new", memory_bytes=GIB, speed=1.0), 0.0)
     assert none.stage is None
     assert "the smallest needs 2.0 GiB" in none.reason
+    told = choose_stage(table, PeerLoad("new", memory_bytes=3 << 19, speed=1.0), 0.0)  # --memory
+    assert "this peer has 1.5 MiB for it" in told.reason
 
 
 def test_a_stage_that_nobody_serves_comes_first() -> None:
