@@ -169,7 +169,7 @@ class PeerProcess:
             except JoinError as error:
                 if "clock" in error.message:
                     raise
-                self.say.trouble(f"{error.message}; trying again")
+                self.say.trouble(f"{error}; trying again")
             await asyncio.sleep(pause * random.uniform(0.8, 1.2))
             pause = min(pause * 2, LONGEST_PAUSE_S)
 

@@ -350,7 +350,8 @@ def test_no_link(tmp_path: Path) -> None:
 def test_a_dead_address_is_no_reason_to_exit(forks: Forks) -> None:
     link = format_link(RUN_ID, [f"/ip4/127.0.0.1/tcp/9/p2p/{PEER_ID}"])
     peer = forks.peer("--join", link, *LOCAL)
-    peer.says("(connection refused); trying again\n")
+    peer.says("(connection refused) - check that the leader runs")
+    peer.says("trying again\n")
     assert peer.out.startswith("starting\nconnecting\n")
     line = ends(JOIN, forks.swarm("status", link))
     assert "is the leader running?" in line
