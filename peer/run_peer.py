@@ -259,7 +259,8 @@ class PeerProcess:
 
         kept_mib = config.memory.kept_mib
         if (most_mib := self.options.memory_mib) is not None:
-            free_bytes = min(most_mib << 20, free_bytes or most_mib << 20)
+            most = most_mib << 20
+            free_bytes = most if free_bytes is None else min(free_bytes, most)
             kept_mib = min(kept_mib, max(most_mib // 4, 1))
 
         activity = Activity()
