@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ log = logging.getLogger(__name__)
 ANNOUNCE_S = 20.0
 ANNOUNCEMENT_TTL_S = 60.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+NEW_LINK_S = 60.0  # for which a link that never led anywhere is tried
 SAY_EVERY_S = 60.0
 LINK_S = 2.0  # after so long at most the saved link names who has come
 BENCHMARK_S = 2.0  # for a first estimate of a stage's time on this device
@@ -64,6 +66,7 @@ class PeerOptions:
     allow_pipeline: str | None = None
     pretrained: Path | None = None
     name: str = ""  # shown in public with what this peer has done
+    give_up_s: float = math.inf  # if until then nobody at the link has answered
 
 
 class Speaker:
@@ -113,11 +116,13 @@ class PeerProcess:
         self._config = b""
         self._remembered = ""
         self._leaving = False
+        self._give_up_at = math.inf
 
     async def run(self) -> None:
         """Serve until the run is finished. Raises SwarmError for what a person must mend:
-        another run or version, a wrong flag, a port that is taken."""
+        another run or version, a wrong flag, a taken port, a link where nobody ever answered."""
         say = self.say = Speaker(self._write)
+        self._give_up_at = asyncio.get_running_loop().time() + self.options.give_up_s
         device = choose_device(self.options.device)
         be_exact(device, self.options.threads)
         keep_freed_memory()
@@ -153,7 +158,8 @@ class PeerProcess:
         return ThreadCompute()
 
     async def _open(self) -> Node:
-        """On the network and in the directory; tries again until somebody answers."""
+        """On the network and in the directory; tries again until somebody answers, or it is time
+        to give up."""
         pause = FIRST_PAUSE_S
         while True:
             try:
@@ -167,17 +173,21 @@ class PeerProcess:
             except VersionError:
                 raise
             except JoinError as error:
-                if "clock" in error.message:
+                if "clock" in error.message or self._is_time_to_give_up():
                     raise
                 self.say.trouble(f"{error}; trying again")
             await asyncio.sleep(pause * random.uniform(0.8, 1.2))
             pause = min(pause * 2, LONGEST_PAUSE_S)
 
+    def _is_time_to_give_up(self) -> bool:
+        return asyncio.get_running_loop().time() >= self._give_up_at
+
     async def _fetch_config(self, links: Links) -> RunConfig:
         """The run config from anybody in the swarm; it must hash to the run id of the link.
 
-        Raises JoinError when the first that the link names is of another run or version. Those
-        after it may be peers that were met long ago (`_remember_link`), and prove nothing.
+        Raises JoinError when the first that the link names is of another run or version, and when
+        it is time to give up. Those after the first may be peers that were met long ago
+        (`_remember_link`), and prove nothing.
         """
         pause = FIRST_PAUSE_S
         while True:
@@ -194,10 +204,14 @@ class PeerProcess:
                 except SwarmError as error:
                     if isinstance(error, JoinError) and number == 0:
                         raise
-                    self.say.trouble(f"the swarm does not answer, trying again ({error})")
+                    why = str(error)
                 except TimeoutError:
                     why = f"no answer within {ANSWER_S:.0f} s"
-                    self.say.trouble(f"the swarm does not answer, trying again ({why})")
+                else:
+                    why = "its answer is no run config"
+                self.say.trouble(f"the swarm does not answer, trying again ({why})")
+            if self._is_time_to_give_up():
+                raise JoinError(f"the swarm does not answer ({why})", "ask for a new join link")
             await asyncio.sleep(pause * random.uniform(0.8, 1.2))
             pause = min(pause * 2, LONGEST_PAUSE_S)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -52,7 +53,7 @@ def serve_stage(
     take seconds.
     """
     from swarm.net.identity import claim_identity, claim_identity_file
-    from swarm.net.link import parse_link
+    from swarm.net.link import format_link, parse_link
 
     stages = stage_numbers(stage)
     check_device_name(device)
@@ -69,10 +70,11 @@ def serve_stage(
             "ask whoever leads a run for its link (swarm train prints it) and pass --join LINK",
         )
     link = parse_link(join)
+    was_there = (last_swarm(home) or "").startswith(format_link(link.run_id, ()))
     mine = claim_identity_file(identity) if identity else claim_identity(home)
     forgive_full_disk()
     print("starting", flush=True)
-    from peer.run_peer import PeerOptions, PeerProcess
+    from peer.run_peer import NEW_LINK_S, PeerOptions, PeerProcess
 
     options = PeerOptions(
         stages=stages,
@@ -85,6 +87,7 @@ def serve_stage(
         allow_pipeline=allow_pipeline,
         pretrained=pretrained,
         name=clean(name, MAX_NAME_CHARS),
+        give_up_s=math.inf if was_there else NEW_LINK_S,
     )
 
     def remember(worked: str) -> None:

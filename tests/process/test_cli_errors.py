@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import math
 import signal
 import socket
 import sys
@@ -21,6 +22,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from peer import run_peer
 from peer.cli.errors import fail_in_one_line
 from peer.cli.peer_program import peer_app
 from peer.cli.swarm_program import app
@@ -347,8 +349,11 @@ def test_no_link(tmp_path: Path) -> None:
     assert line.startswith("no swarm to join - ask whoever leads a run for its link")
 
 
-def test_a_dead_address_is_no_reason_to_exit(forks: Forks) -> None:
-    link = format_link(RUN_ID, [f"/ip4/127.0.0.1/tcp/9/p2p/{PEER_ID}"])
+DEAD = format_link(RUN_ID, [f"/ip4/127.0.0.1/tcp/9/p2p/{PEER_ID}"])
+
+
+def test_a_dead_address_is_tried_again(forks: Forks) -> None:
+    link = DEAD
     peer = forks.peer("--join", link, *LOCAL)
     peer.says("(connection refused) - check that the leader runs")
     peer.says("trying again\n")
@@ -360,6 +365,33 @@ def test_a_dead_address_is_no_reason_to_exit(forks: Forks) -> None:
     peer.signal(signal.SIGINT)
     assert peer.code() == 0, peer
     assert peer.out.endswith("left\n")
+
+
+def test_a_new_link_where_nobody_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_peer, "NEW_LINK_S", 0.5)
+    line = fails(JOIN, "--join", DEAD, *LOCAL, program="swarm-peer")
+    assert line.startswith("no swarm answers at /ip4/127.0.0.1/tcp/9/p2p/")
+    assert line.endswith("port is open, or ask for a new join link")
+
+
+@pytest.mark.parametrize("link", [DEAD, None])
+def test_the_last_swarm_is_never_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, link: str | None
+) -> None:
+    """Nor with an older link to the same run."""
+    told = []
+
+    class Process(run_peer.PeerProcess):
+        async def run(self) -> None:
+            told.append(self.options.give_up_s)
+
+    monkeypatch.setattr(run_peer, "PeerProcess", Process)
+    (tmp_path / "last-swarm").write_text(DEAD.replace("/tcp/9/", "/tcp/7/"))
+    join = ("--join", link) if link else ()
+    assert CliRunner().invoke(peer_app, [*join, "--data-dir", str(tmp_path)]).exit_code == 0
+    other = DEAD.replace(RUN_ID, RUN_ID[::-1])
+    CliRunner().invoke(peer_app, ["--join", other, "--data-dir", str(tmp_path)])
+    assert told == [math.inf, run_peer.NEW_LINK_S]
 
 
 def test_trouble_is_said_once_a_minute() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from peer.run_peer import PeerOptions, PeerProcess, Speaker
+from peer.run_peer import ANSWER_S, PeerOptions, PeerProcess, Speaker
 from swarm.config import RunConfig, canonical_bytes, parse_config, with_pretrained_hash
 from swarm.errors import ConfigError, DataError, JoinError, UnreachableError
 from swarm.sim.virtual_time import run
@@ -82,11 +83,14 @@ class Answers:
         return SimpleNamespace(call=call)
 
 
-def fetch(config: RunConfig, answers: dict[str, list[Any]]) -> RunConfig:
+def fetch(
+    config: RunConfig, answers: dict[str, list[Any]], give_up_at: float = math.inf
+) -> RunConfig:
     by_peer = {peer: [f"/ip4/127.0.0.1/tcp/1/p2p/{peer}"] for peer in answers}
     link: Any = SimpleNamespace(run_id=config.run_id, addresses=(), by_peer=by_peer)
     process = PeerProcess(link, link, PeerOptions())
     process.say = Speaker(lambda line: None)
+    process._give_up_at = give_up_at
     links: Any = Answers(answers)
     return run(process._fetch_config(links), limit_s=100)
 
@@ -130,3 +134,13 @@ def test_a_package_is_imported_only_if_it_was_named(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="--allow-pipeline os:path"):
         build(config, None)
+
+
+def test_a_swarm_that_says_no_config_is_given_up_in_time(config: RunConfig) -> None:
+    away, data = UnreachableError("it is away"), canonical_bytes(config)
+    answers = {"leader": [away, None, data], "met": [away, 7, away]}
+    assert fetch(config, answers, give_up_at=ANSWER_S + 5) == config
+    answers = {"leader": [away, None, data], "met": [away, 7, away]}
+    with pytest.raises(JoinError, match="its answer is no run config"):
+        fetch(config, answers, give_up_at=ANSWER_S)
+    assert answers["leader"] == [data]
