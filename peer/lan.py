@@ -44,7 +44,9 @@ _MAX_LINE_BYTES = 64 << 10
 def require_lan() -> None:
     """Raises ConfigError, saying what to install, when the extra is not there."""
     if any(importlib.util.find_spec(name) is None for name in ("libp2p", "zeroconf")):
-        raise ConfigError("--lan needs py-libp2p", "pip install 'swarm-parallel[lan]'")
+        raise ConfigError(
+            "--lan needs py-libp2p", "install the extra `lan`, as by pip install '.[lan]'"
+        )
 
 
 async def find_on_lan(

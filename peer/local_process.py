@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 from peer import local_server
-from peer.local_server import LENGTH, REAP_S, Tell, packed
+from peer.local_server import LENGTH, LOG_FLAGS, REAP_S, Tell, packed
 from swarm.errors import StorageError, SwarmError
 
 
@@ -137,10 +137,11 @@ class ForkServer:
         self.children.append(child)
         try:
             log.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(log, LOG_FLAGS, 0o600))  # the child can say nothing without it
         except OSError as error:
             why = (error.strerror or str(error)).lower()
             raise StorageError(
-                f"cannot make {log.parent}: {why}", "choose another directory with --dir"
+                f"cannot make {log}: {why}", "choose another directory with --dir"
             ) from None
         self._send(
             do="spawn",

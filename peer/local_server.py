@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 Tell = Callable[[dict[str, Any]], None]
 CRASHED = 70
 LENGTH = struct.Struct("!I")
+LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 REAP_S = 2.0
 # Native threads that a fork may lose, by their names in the kernel's list. jemalloc, which pyarrow
 # brings along, takes its locks before a fork; in the child, who frees memory does this one's work.
@@ -256,8 +257,7 @@ def _run_child(message: Mapping[str, Any], pipe: int, server: int) -> NoReturn:
             signal.signal(number, signal.SIG_DFL)  # until it has handlers, either ends it
         os.setsid()
         atexit._clear()  # what the server's imports registered is the server's
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        log = os.open(message["log"], flags, 0o600)
+        log = os.open(message["log"], LOG_FLAGS, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.close(log)

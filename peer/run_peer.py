@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 ANNOUNCE_S = 20.0
 ANNOUNCEMENT_TTL_S = 60.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-NEW_LINK_S = 60.0  # for which a link that never led anywhere is tried
+NEW_LINK_S = 60.0  # for which a link is tried that is not of the last swarm joined
 SAY_EVERY_S = 60.0
 LINK_S = 2.0  # after so long at most the saved link names who has come
 BENCHMARK_S = 2.0  # for a first estimate of a stage's time on this device
@@ -176,11 +176,16 @@ class PeerProcess:
                 if "clock" in error.message or self._is_time_to_give_up():
                     raise
                 self.say.trouble(f"{error}; trying again")
-            await asyncio.sleep(pause * random.uniform(0.8, 1.2))
-            pause = min(pause * 2, LONGEST_PAUSE_S)
+            pause = await self._rest(pause)
 
     def _is_time_to_give_up(self) -> bool:
         return asyncio.get_running_loop().time() >= self._give_up_at
+
+    async def _rest(self, pause: float) -> float:
+        """About this long, not beyond the time to give up; how long the next time."""
+        left = self._give_up_at - asyncio.get_running_loop().time()
+        await asyncio.sleep(min(pause * random.uniform(0.8, 1.2), left))
+        return min(pause * 2, LONGEST_PAUSE_S)
 
     async def _fetch_config(self, links: Links) -> RunConfig:
         """The run config from anybody in the swarm; it must hash to the run id of the link.
@@ -212,8 +217,7 @@ class PeerProcess:
                 self.say.trouble(f"the swarm does not answer, trying again ({why})")
             if self._is_time_to_give_up():
                 raise JoinError(f"the swarm does not answer ({why})", "ask for a new join link")
-            await asyncio.sleep(pause * random.uniform(0.8, 1.2))
-            pause = min(pause * 2, LONGEST_PAUSE_S)
+            pause = await self._rest(pause)
 
     def _build_pipeline(self, config: RunConfig) -> ModelPipeline:
         named = config.model.pipeline

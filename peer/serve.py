@@ -69,7 +69,12 @@ def serve_stage(
             "no swarm to join",
             "ask whoever leads a run for its link (swarm train prints it) and pass --join LINK",
         )
-    link = parse_link(join)
+    try:
+        link = parse_link(join)
+    except JoinError as error:
+        if join == os.environ.get(JOIN_VARIABLE):
+            raise JoinError(f"${JOIN_VARIABLE}: {error.message}", error.remedy) from None
+        raise
     was_there = (last_swarm(home) or "").startswith(format_link(link.run_id, ()))
     mine = claim_identity_file(identity) if identity else claim_identity(home)
     forgive_full_disk()
@@ -111,10 +116,13 @@ def serve_stage(
 
 
 def last_swarm(home: Path | None = None) -> str | None:
+    """The link of the swarm that was joined last; None where there is none that could be used."""
+    from swarm.net.link import parse_link
+
     path = (home or data_home() / "peer") / LAST_SWARM
     try:
-        return path.read_text().strip() or None
-    except (OSError, UnicodeDecodeError):
+        return str(parse_link(path.read_text()))
+    except (OSError, UnicodeDecodeError, JoinError):
         return None
 
 

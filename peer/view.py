@@ -350,13 +350,21 @@ def _event(event: Mapping[str, Any], width: int, glyphs: Glyphs) -> Text:
 # ---- on a terminal, or as lines -----------------------------------------------------------------
 
 
+class _OnceConsole(Console):
+    """A reader that is gone is told as with any other output (`peer.cli.errors`); of rich itself it
+    is a silent exit code 1."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def print_status(
     status: Mapping[str, Any],
     events: Iterable[Mapping[str, Any]] = (),
     console: Console | None = None,
 ) -> None:
     """The view once, as `swarm status` prints it."""
-    console = console or Console(highlight=False)
+    console = console or _OnceConsole(highlight=False)
     ascii_only = console.options.ascii_only
     console.print(render(status, events, console.width, ascii_only=ascii_only))
 

@@ -57,12 +57,15 @@ def load_config(path: str | Path) -> RunConfig:
     path = Path(path)
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"{path} is larger than {MAX_CONFIG_BYTES // 1024} KiB")
+            raise ConfigError(
+                f"{path} is larger than {MAX_CONFIG_BYTES // 1024} KiB",
+                "`swarm init` shows what belongs in it",
+            )
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"no file {path}", "`swarm init` writes a commented one") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not UTF-8 text") from None
+        raise ConfigError(f"{path} is not UTF-8 text", "save it as UTF-8") from None
     except IsADirectoryError:
         raise ConfigError(f"{path} is a directory", "name the run.toml in it") from None
     except OSError as error:
@@ -77,7 +80,9 @@ def parse_toml(text: str, name: str = "run.toml") -> RunConfig:
     try:
         data = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"{name} is not valid TOML: {error}") from None
+        raise ConfigError(
+            f"{name} is not valid TOML: {error}", "`swarm init` shows the form"
+        ) from None
     return parse_config(data, name)
 
 
@@ -96,7 +101,10 @@ def from_canonical(data: bytes, expected_run_id: str) -> RunConfig:
     Raises JoinError when it is too large, hashes to another id, or cannot be read by this version.
     """
     if len(data) > MAX_CONFIG_BYTES:
-        raise JoinError(f"the run config is larger than {MAX_CONFIG_BYTES // 1024} KiB")
+        raise JoinError(
+            f"the run config is larger than {MAX_CONFIG_BYTES // 1024} KiB",
+            "`swarm init` shows what belongs in it",
+        )
     if run_id_of(data) != expected_run_id:
         raise JoinError(
             f"the run config received is not that of run {expected_run_id[:32]!r}",

@@ -2,7 +2,7 @@
 
 - `swarm_program`, `peer_program`  the commands and their flags
 - `options`, `checks`              flags that several of them have; what can be wrong with a flag
-- `errors`                         how a command fails
+- `errors`                         how a command fails, and a program ends
 
 What the programs need takes some tenths of a second to import, in which an interrupt would end in a
 traceback out of the middle of some module. So nothing is imported here before the signal is taken:
@@ -24,17 +24,19 @@ _begun = False
 def main() -> None:
     """The `swarm` program."""
     _begin()
+    from peer.cli.errors import run_program
     from peer.cli.swarm_program import app
 
-    app()
+    run_program(app)
 
 
 def peer_main() -> None:
     """The `swarm-peer` program."""
     _begin()
+    from peer.cli.errors import run_program
     from peer.cli.peer_program import peer_app
 
-    peer_app()
+    run_program(peer_app)
 
 
 def raise_interrupts() -> None:

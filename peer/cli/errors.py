@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
 from peer.cli import INTERRUPTED, raise_interrupts
+from peer.streams import FULL
 from swarm.errors import StorageError, SwarmError
+
+
+def run_program(app: Callable[[], object]) -> None:
+    """Run a whole program: what fails before any command begins, as `--help` on a full disk, is one
+    line too."""
+    try:
+        with _in_one_line("--debug" in sys.argv):
+            app()
+    finally:
+        gc.freeze()  # or the interpreter spends a second on what torch leaves, after Ctrl-C too
 
 
 @contextmanager
@@ -20,8 +32,14 @@ def fail_in_one_line(debug: bool) -> Iterator[None]:
         level=logging.DEBUG if debug else logging.ERROR,
         format="%(asctime)s %(name)s %(levelname)s %(message)s",
     )
-    try:
+    with _in_one_line(debug):
         raise_interrupts()
+        yield
+
+
+@contextmanager
+def _in_one_line(debug: bool) -> Iterator[None]:
+    try:
         yield
     except (SwarmError, ExceptionGroup) as caught:
         if debug:
@@ -46,6 +64,8 @@ def _fail(error: BaseException) -> NoReturn:
             f"cannot use {error.filename}: {error.strerror}",
             "name another one, or make it readable and writable",
         )
+    elif isinstance(error, OSError) and error.errno in FULL:
+        error = StorageError(f"cannot write the output: {error.strerror}", "free some space")
     if isinstance(error, SwarmError):
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -63,5 +83,7 @@ def _first(error: BaseException) -> BaseException:
 
 
 def one_line(text: str) -> str:
-    """Line breaks and control characters have no place in a line."""
+    """Line breaks and control characters have no place in a line; bytes that are no text show as
+    such."""
+    text = text.encode("utf-8", "backslashreplace").decode()
     return " ".join("".join(c if c.isprintable() else " " for c in text).split())[:1000]

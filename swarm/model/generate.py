@@ -79,6 +79,7 @@ def generate(
         raise ConfigError(
             "tokens must be at least 1, temperature at least 0 and finite, seed 0 to 2^63 - 1"
         )
+    text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # bytes of a shell
     model, tokenizer = load_exported(directory, device), load_tokenizer(directory)
     end = model.generation_config.eos_token_id
     ids = tokenizer(text, return_tensors="pt").input_ids if text else None

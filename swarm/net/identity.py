@@ -172,7 +172,7 @@ def _claim(path: Path) -> Identity | None:
 def _no_access(path: Path, error: OSError) -> StorageError:
     return StorageError(
         f"cannot read or write the identity {path}: {(error.strerror or str(error)).lower()}",
-        "choose another place with --identity or --data-dir",
+        "choose another place with --identity or --data-dir, or set XDG_DATA_HOME",
     )
 
 

@@ -349,7 +349,9 @@ def _check_addresses(listen: Sequence[str], announce: Sequence[str]) -> None:
                 ) from None
     for address in announce:
         if "/tcp/0" in address:
-            raise ConfigError(f"--announce {address}: the port must be given, 0 is not one")
+            raise ConfigError(
+                f"--announce {address}: 0 is no port", "name the one at which others reach you"
+            )
 
 
 def _check_ports_free(listen: Sequence[str]) -> None:

@@ -9,8 +9,10 @@ import asyncio
 import importlib.util
 import json
 import math
+import os
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -307,6 +309,13 @@ def test_a_report_on_a_full_device(tmp_path: Path) -> None:
     assert "cannot write the report /dev/full: No space left on device" in line
 
 
+def test_a_place_where_a_process_can_say_nothing(forks: Forks, tmp_path: Path) -> None:
+    (tmp_path / "there" / "peers" / "leader" / "log").mkdir(parents=True)
+    run = toml(tmp_path / "run.toml", steps=1)
+    line = ends(STORAGE, forks.swarm("up", run, "--dir", "there"))
+    assert line.startswith("cannot make there/peers/leader/log: is a directory - choose another")
+
+
 def test_a_full_disk(tmp_path: Path, full_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = toml(tmp_path / "run.toml", steps=2)
     fill(full_disk)
@@ -317,6 +326,37 @@ def test_a_full_disk(tmp_path: Path, full_disk: Path, monkeypatch: pytest.Monkey
     assert "no space left" in fails(STORAGE, "up", run)
     link = format_link(RUN_ID, [f"/ip4/127.0.0.1/tcp/9/p2p/{PEER_ID}"])
     assert "--data-dir" in fails(STORAGE, "--join", link, program="swarm-peer")
+
+
+@pytest.mark.parametrize("args", [("--version",), ("--help",), ("id",), ("init", "new.toml")])
+def test_an_output_that_takes_nothing_is_one_line(args: tuple[str, ...]) -> None:
+    program = "import sys; from peer.cli import main; main()"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", program, *args], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == STORAGE
+    assert one_line(done.stderr) == (
+        "cannot write the output: No space left on device - free some space"
+    )
+
+
+def test_a_reader_that_has_gone_is_no_failure(tmp_path: Path) -> None:
+    """As `swarm status runs/x | true`."""
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "status.json").write_text(json.dumps({"run": {"name": "x"}}))
+    reads, writes = os.pipe()
+    os.close(reads)
+    for more in ((), ("--json",)):
+        program = "import sys; from peer.cli import main; main()"
+        command = [sys.executable, "-c", program, "status", "x", *more]
+        done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+    os.close(writes)
+
+
+def test_bytes_that_are_no_text_can_be_seen(tmp_path: Path) -> None:
+    assert "\\udcff is no run directory" in fails(JOIN, "status", "\udcff")
 
 
 # ---- joining ------------------------------------------------------------------------------------
@@ -338,13 +378,16 @@ def test_a_wrong_link(link: str, said: str, monkeypatch: pytest.MonkeyPatch) -> 
     if link.startswith("swarm:"):
         assert said in fails(JOIN, "status", link)
     monkeypatch.setenv("SWARM_JOIN", link)
-    assert said in fails(JOIN, program="swarm-peer")
+    line = fails(JOIN, program="swarm-peer")
+    assert said in line
+    assert line.startswith("$SWARM_JOIN: ")
 
 
 def test_no_link(tmp_path: Path) -> None:
-    (tmp_path / "last-swarm").write_bytes(b"\xff\x00 damaged")
-    line = fails(JOIN, "--data-dir", tmp_path, program="swarm-peer")
-    assert line.startswith("no swarm to join")
+    for damaged in (b"\xff\x00 damaged", b"swarm://damaged", b""):
+        (tmp_path / "last-swarm").write_bytes(damaged)
+        line = fails(JOIN, "--data-dir", tmp_path, program="swarm-peer")
+        assert line.startswith("no swarm to join")
     line = fails(JOIN, program="swarm-peer")
     assert line.startswith("no swarm to join - ask whoever leads a run for its link")
 

@@ -77,6 +77,8 @@ def test_generated_text_depends_on_the_seed_alone(tmp_path: Path) -> None:
               for seed in (1, 2)}  # fmt: skip
     assert len(greedy) == 1
     assert generate(tmp_path / "out", "", max_new_tokens=3) != ""
+    no_text = b"\xff".decode(errors="surrogateescape")  # as an argument of a program
+    assert generate(tmp_path / "out", no_text, max_new_tokens=3).startswith("\ufffd")
     for wrong in ({"temperature": math.nan}, {"temperature": -1.0}, {"seed": -1}, {"seed": 2**63}):
         with pytest.raises(ConfigError, match="temperature at least 0 and finite"):
             generate(tmp_path / "out", "def f(", **wrong)
