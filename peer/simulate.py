@@ -64,6 +64,7 @@ def _engine(resolution: str) -> ModuleType:
         from swarm.sim import microbatches
     except ImportError:
         raise ConfigError(
-            "simulating microbatches needs simpy", "pip install 'swarm-parallel[sim]'"
+            "simulating microbatches needs simpy",
+            "install the extra `sim`, as by pip install '.[sim]'",
         ) from None
     return microbatches

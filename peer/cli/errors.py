@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 from peer.cli import INTERRUPTED, raise_interrupts
@@ -34,7 +34,11 @@ def fail_in_one_line(debug: bool) -> Iterator[None]:
     )
     with _in_one_line(debug):
         raise_interrupts()
-        yield
+        try:
+            yield
+        except BrokenPipeError:  # as in `swarm status | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(0)
 
 
 @contextmanager
@@ -49,9 +53,6 @@ def _in_one_line(debug: bool) -> Iterator[None]:
         if debug:
             raise
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:  # as in `swarm status | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(0)
     except Exception as error:
         if debug:
             raise
@@ -67,11 +68,16 @@ def _fail(error: BaseException) -> NoReturn:
     elif isinstance(error, OSError) and error.errno in FULL:
         error = StorageError(f"cannot write the output: {error.strerror}", "free some space")
     if isinstance(error, SwarmError):
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
+        _say(f"error: {one_line(str(error))}")
         sys.exit(error.exit_code)
     what = one_line(f"{type(error).__name__}: {error}")
-    print(f"error: unexpected {what} - please report it; --debug shows more", file=sys.stderr)
+    _say(f"error: unexpected {what} - please report it; --debug shows more")
     sys.exit(1)
+
+
+def _say(line: str) -> None:
+    with suppress(OSError):  # nobody reads it; the exit code tells as much
+        print(line, file=sys.stderr)
 
 
 def _first(error: BaseException) -> BaseException:

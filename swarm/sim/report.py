@@ -89,7 +89,7 @@ def plot(path: Path, title: str, outcomes: Outcomes) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError(
-            "the plot needs matplotlib", "pip install 'swarm-parallel[sim]'"
+            "the plot needs matplotlib", "install the extra `sim`, as by pip install '.[sim]'"
         ) from None
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     axes = figure.subplots()

@@ -355,6 +355,20 @@ def test_a_reader_that_has_gone_is_no_failure(tmp_path: Path) -> None:
     os.close(writes)
 
 
+@pytest.mark.parametrize("where", ["gone", "full"])
+def test_a_failure_that_cannot_be_said_is_one_all_the_same(where: str) -> None:
+    if where == "full":
+        writes = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reads, writes = os.pipe()
+        os.close(reads)
+    program = "import sys; from peer.cli import main; main()"
+    for args in (["bogus"], ["up", "nowhere.toml"]):
+        command = [sys.executable, "-c", program, *args]
+        assert subprocess.run(command, stdout=writes, stderr=writes).returncode != 0
+    os.close(writes)
+
+
 def test_bytes_that_are_no_text_can_be_seen(tmp_path: Path) -> None:
     assert "\\udcff is no run directory" in fails(JOIN, "status", "\udcff")
 

@@ -25,7 +25,7 @@ LOOPBACK = ("127.0.0.1",)
 
 needs_lan = pytest.mark.skipif(
     importlib.util.find_spec("libp2p") is None and not os.environ.get(LAN),
-    reason="pip install 'swarm-parallel[lan]'",
+    reason="pip install '.[lan]'",
 )
 
 
@@ -76,7 +76,7 @@ def test_helper_ends_with_its_parent() -> None:
 
 def test_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lan.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'swarm-parallel\[lan\]'"):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[lan\]'"):
         asyncio.run(lan.find_on_lan(None, 1.0))
 
 
