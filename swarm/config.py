@@ -101,10 +101,7 @@ def from_canonical(data: bytes, expected_run_id: str) -> RunConfig:
     Raises JoinError when it is too large, hashes to another id, or cannot be read by this version.
     """
     if len(data) > MAX_CONFIG_BYTES:
-        raise JoinError(
-            f"the run config is larger than {MAX_CONFIG_BYTES // 1024} KiB",
-            "`swarm init` shows what belongs in it",
-        )
+        raise JoinError(f"the run config is larger than {MAX_CONFIG_BYTES // 1024} KiB")
     if run_id_of(data) != expected_run_id:
         raise JoinError(
             f"the run config received is not that of run {expected_run_id[:32]!r}",

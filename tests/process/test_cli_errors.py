@@ -45,6 +45,7 @@ CONFIG, DATA, JOIN, DEVICE, STORAGE, LISTEN = 2, 3, 4, 5, 6, 7
 LOCAL = ("--listen", "/ip4/127.0.0.1/tcp/0")
 RUN_ID = "0123456789abcdef" * 2
 PEER_ID = "12D3KooWRXfDmx5bTpMHYeQ9RTBtyHgyDMn2N6hdpJWARMZvhJFd"
+DEAD = format_link(RUN_ID, [f"/ip4/127.0.0.1/tcp/9/p2p/{PEER_ID}"])
 Fails = Callable[..., str]
 
 
@@ -75,6 +76,11 @@ def fails(code: int, *args: str | Path, program: str = "swarm") -> str:
     line = one_line(result.stderr)
     assert result.exit_code == code, (result.exit_code, line)
     return line
+
+
+def command_of(*args: str) -> list[str]:
+    """A `swarm` of its own, for what is wrong with its output."""
+    return [sys.executable, "-c", "from peer.cli import main; main()", *args]
 
 
 def ends(code: int, command: Command) -> str:
@@ -330,11 +336,8 @@ def test_a_full_disk(tmp_path: Path, full_disk: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("args", [("--version",), ("--help",), ("id",), ("init", "new.toml")])
 def test_an_output_that_takes_nothing_is_one_line(args: tuple[str, ...]) -> None:
-    program = "import sys; from peer.cli import main; main()"
     with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", program, *args], stdout=full, stderr=subprocess.PIPE, text=True
-        )
+        done = subprocess.run(command_of(*args), stdout=full, stderr=subprocess.PIPE, text=True)
     assert done.returncode == STORAGE
     assert one_line(done.stderr) == (
         "cannot write the output: No space left on device - free some space"
@@ -348,8 +351,7 @@ def test_a_reader_that_has_gone_is_no_failure(tmp_path: Path) -> None:
     reads, writes = os.pipe()
     os.close(reads)
     for more in ((), ("--json",)):
-        program = "import sys; from peer.cli import main; main()"
-        command = [sys.executable, "-c", program, "status", "x", *more]
+        command = command_of("status", "x", *more)
         done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True)
         assert (done.returncode, done.stderr) == (0, "")
     os.close(writes)
@@ -362,10 +364,8 @@ def test_a_failure_that_cannot_be_said_is_one_all_the_same(where: str) -> None:
     else:
         reads, writes = os.pipe()
         os.close(reads)
-    program = "import sys; from peer.cli import main; main()"
     for args in (["bogus"], ["up", "nowhere.toml"]):
-        command = [sys.executable, "-c", program, *args]
-        assert subprocess.run(command, stdout=writes, stderr=writes).returncode != 0
+        assert subprocess.run(command_of(*args), stdout=writes, stderr=writes).returncode != 0
     os.close(writes)
 
 
@@ -406,16 +406,12 @@ def test_no_link(tmp_path: Path) -> None:
     assert line.startswith("no swarm to join - ask whoever leads a run for its link")
 
 
-DEAD = format_link(RUN_ID, [f"/ip4/127.0.0.1/tcp/9/p2p/{PEER_ID}"])
-
-
 def test_a_dead_address_is_tried_again(forks: Forks) -> None:
-    link = DEAD
-    peer = forks.peer("--join", link, *LOCAL)
+    peer = forks.peer("--join", DEAD, *LOCAL)
     peer.says("(connection refused) - check that the leader runs")
     peer.says("trying again\n")
     assert peer.out.startswith("starting\nconnecting\n")
-    line = ends(JOIN, forks.swarm("status", link))
+    line = ends(JOIN, forks.swarm("status", DEAD))
     assert "is the leader running?" in line
     assert peer.child.alive
     assert peer.out.count("trying again") == 1
