@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peer.cli.checks import check_addresses, check_device_name
+from peer.cli.command_line import command_line
+from peer.cli.options import LISTEN
 from peer.interrupt import until_interrupted
 from peer.places import data_home, fresh_directory, is_free, run_directory, tcp_ports
 from peer.streams import forgive_full_disk
@@ -69,9 +71,9 @@ def lead(
     run_dir = run_directory(config, directory)
     num_steps = steps_to_train(config, steps)
     committed = committed_steps(run_dir)
-    if committed >= num_steps and resume is None:
+    if committed >= num_steps and resume is None and is_over(run_dir, committed):
         print(f"nothing to do: {committed} of {num_steps} steps are trained already")
-        print(f"export with: swarm export {run_dir} OUT")
+        print(how_to_export(run_dir))
         return
     if committed and resume is None:
         print(f"going on after {committed} steps, with the peers that hold them")
@@ -97,7 +99,19 @@ def lead(
             where = ports_as_before(run_dir, listen)
             final = until_interrupted(process.run(listen=where, announce=announce))
         except KeyboardInterrupt:
-            again = f"swarm train {run}" + (f" --dir {directory}" if directory else "")
+            again = command_line(
+                *("swarm", "train", run),
+                steps=steps,
+                report=report,
+                dir=directory,
+                listen=[each for each in listen if each not in LISTEN],
+                announce=announce,
+                identity=identity,
+                join=join,
+                lan=lan,
+                second_stages=second_stages or None,
+                plain=plain,
+            )
             view.note(f"stopped; {again} goes on from here if the peers stay")
             raise
         finally:
@@ -106,7 +120,11 @@ def lead(
         print("finished: another trainer led the run to its end")
         return
     print(f"finished: {final['steps']} steps, sha256 {final['sha256']}")
-    print(f"export with: swarm export {run_dir} OUT")
+    print(how_to_export(run_dir))
+
+
+def how_to_export(run_dir: Path) -> str:
+    return f"export with: {command_line('swarm', 'export', run_dir, 'OUT')}"
 
 
 def as_trainer(
@@ -134,7 +152,8 @@ def as_trainer(
             try:
                 return mine, claim_identity_file(each.path)
             except StorageError:
-                remedy = f"watch it with swarm status {run_dir}, or stop it"
+                watch = command_line("swarm", "status", run_dir)
+                remedy = f"watch it with {watch}, or stop it"
                 raise StorageError("another process leads this run already", remedy) from None
     if named:
         raise ConfigError(
@@ -244,6 +263,18 @@ def committed_steps(run_dir: Path) -> int:
         disk.close()
 
 
+def is_over(run_dir: Path, steps: int) -> bool:
+    """Whether the state after the last of these steps is on disk, here or where another trainer
+    led. Else the peers alone have it, as when the disk was full."""
+    from peer.checkpoints import is_complete
+    from swarm.events import read_status
+
+    state = (read_status(run_dir / "status.json") or {}).get("state")
+    return state in ("finished", "standing by") or is_complete(
+        run_dir / "checkpoints" / f"step-{steps}"
+    )
+
+
 def ports_as_before(run_dir: Path, listen: Sequence[str]) -> list[str]:
     """These addresses with the port of the run's last link where they leave it to the system.
 
@@ -314,7 +345,7 @@ def run_locally(
             plain=plain,
         )
     print(f"finished: {final['steps']} steps, sha256 {final['sha256']}")
-    print(f"export with: swarm export {run_dir} OUT")
+    print(how_to_export(run_dir))
 
 
 @contextlib.contextmanager
@@ -380,12 +411,12 @@ def run_baseline(
         final = final_report(
             oracle.pipeline.key_order,
             oracle.stage_hashes(cut),
-            steps=num_steps,
+            steps=max(num_steps, oracle.first_step),
             tokens=tokens,
             wall_s=time.monotonic() - began,
         )
         writer.finish(final)
-    print(f"finished: {num_steps} steps, sha256 {final['sha256']}")
+    print(f"finished: {final['steps']} steps, sha256 {final['sha256']}")
 
 
 # ---- swarm eval ---------------------------------------------------------------------------------

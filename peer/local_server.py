@@ -34,6 +34,7 @@ CRASHED = 70
 LENGTH = struct.Struct("!I")
 LOG_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
 REAP_S = 2.0
+SHARED_MEMORY = "/dev/shm"
 # Native threads that a fork may lose, by their names in the kernel's list. jemalloc, which pyarrow
 # brings along, takes its locks before a fork; in the child, who frees memory does this one's work.
 _DISPENSABLE = frozenset({"jemalloc_bg_thd"})
@@ -339,6 +340,8 @@ def _serve(descriptor: int) -> None:
         what, remedy = f"{type(error).__name__}: {error}", ""
         if isinstance(error, _ThreadsError):
             what, remedy = str(error), error.remedy
+        elif isinstance(error, OSError) and not os.access(SHARED_MEMORY, os.W_OK):
+            remedy = f"make {SHARED_MEMORY} writable: processes share their locks there"
         server._tell(failed=what, remedy=remedy, traceback=traceback.format_exc())
         server.finish_talking()
         sys.exit(CRASHED)

@@ -61,6 +61,7 @@ ANNOUNCEMENT_TTL_S = 60.0
 COME_S = 1.0  # in which peers come back by themselves
 LOOK_S = 10.0  # between two looks for those that have not
 STATUS_S = 0.5
+SAVE_AGAIN_S = 30.0  # until the last checkpoint could be written
 FAREWELL_S = 3.0
 
 
@@ -343,9 +344,7 @@ class LeaderProcess:
             self._on_step(result)
             self.events.emit("step", **step_line(result))
         wall_s = time.monotonic() - began
-        hashes = await held_hashes(leader)
-        take_wish(self.run_dir)  # this one is what was asked for
-        await checkpointer.take(leader)
+        hashes = await self._save_last(leader, checkpointer)
         final = {
             "run_id": self.config.run_id,
             **final_report(
@@ -363,6 +362,17 @@ class LeaderProcess:
         self.events.emit("finished", sha256=final["sha256"], steps=final["steps"])
         await self._farewell(trainer, leader)
         return final
+
+    async def _save_last(self, leader: Leader, checkpointer: Checkpointer) -> list[dict[str, str]]:
+        """Write the state that the run ends with; its hashes. The replicas alone have it until it
+        is on disk, so as long as that is full they are kept."""
+        while True:
+            hashes = await held_hashes(leader)
+            take_wish(self.run_dir)  # this one is what was asked for
+            if leader.saved_step == leader.next_step or await checkpointer.take(leader):
+                return hashes
+            self.status.reason = "waiting until the last checkpoint can be written"
+            await asyncio.sleep(SAVE_AGAIN_S)
 
     def _out_of_time(self, began: float) -> bool:
         return self.deadline_s is not None and time.monotonic() - began > self.deadline_s

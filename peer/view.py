@@ -152,7 +152,8 @@ def _metrics(status: Mapping[str, Any], width: int, glyphs: Glyphs) -> list[Text
         lines.append(_line(line, glyphs, width))
 
     loss, losses = status.get("loss"), [loss for _, loss in losses_of(status)]
-    now = Text(f"{number(loss):.4f}" if loss is not None else "not yet", style="bold")
+    missing = "no number" if status.get("losses") else "not yet"
+    now = Text(f"{number(loss):.4f}" if loss is not None else missing, style="bold")
     now = now if indent else Text.assemble("loss ", now)
     validation = status.get("validation_loss")
     after = "" if validation is None else f"{dot}validation {number(validation):.4f}"

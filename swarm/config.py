@@ -56,12 +56,14 @@ def load_config(path: str | Path) -> RunConfig:
     """Read a run.toml. Raises ConfigError: one line that names the key or the line at fault."""
     path = Path(path)
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
+        with path.open("rb") as file:  # a device has no size that could be asked for
+            data = file.read(MAX_CONFIG_BYTES + 1)
+        if len(data) > MAX_CONFIG_BYTES:
             raise ConfigError(
                 f"{path} is larger than {MAX_CONFIG_BYTES // 1024} KiB",
                 "`swarm init` shows what belongs in it",
             )
-        text = path.read_text(encoding="utf-8")
+        text = data.decode("utf-8-sig")  # some editors begin with a byte-order mark
     except FileNotFoundError:
         raise ConfigError(f"no file {path}", "`swarm init` writes a commented one") from None
     except UnicodeDecodeError:

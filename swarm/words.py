@@ -220,7 +220,7 @@ def event_text(event: Mapping[str, Any]) -> str | None:
         case "validation":
             return f"validation loss {number(event.get('loss')):.4f}{at}"
         case "checkpoint":
-            reason = clean(event.get("reason"), 200)
+            reason = clean(event.get("reason"), 400)
             return f"no checkpoint{at}: {reason}" if reason else f"checkpoint{at}"
         case "finished":
             steps, sha256 = event.get("steps"), clean(event.get("sha256"), 64)

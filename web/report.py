@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -37,9 +38,15 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
         {name: (STATIC / name).read_text(encoding="utf-8") for name in FILES},
     )
     path = out or run_dir / "report.html"
+    is_new = not path.exists()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(html, encoding="utf-8")
     except OSError as error:
-        raise StorageError(f"cannot write {path}: {error.strerror}", "name another file") from None
+        if is_new:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        raise StorageError(
+            f"cannot write {path}: {error.strerror}", "free some space, or name another file"
+        ) from None
     return path

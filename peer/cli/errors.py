@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import NoReturn
 
 from peer.cli import INTERRUPTED, raise_interrupts
@@ -34,11 +35,20 @@ def fail_in_one_line(debug: bool) -> Iterator[None]:
     )
     with _in_one_line(debug):
         raise_interrupts()
+        _check_directory()
         try:
             yield
         except BrokenPipeError:  # as in `swarm status | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(0)
+
+
+def _check_directory() -> None:
+    """Nothing can be done in a directory that is gone: torch, for one, ends the process there."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise StorageError("the current directory is gone", "cd to another one") from None
 
 
 @contextmanager

@@ -57,19 +57,23 @@ def init(
 ) -> None:
     """Write a commented run.toml to start from."""
     with fail_in_one_line(debug):
+        from peer.cli.command_line import command_line
+        from peer.disk import write_durably
         from swarm.config_text import default_toml
 
+        if path.is_dir():
+            raise StorageError(f"{path} is a directory", "name a file in it")
         if path.exists():
             raise StorageError(f"{path} exists already", "name another file, or remove it first")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(default_toml())
         except OSError as error:
             raise StorageError(
                 f"cannot write {path}: {(error.strerror or str(error)).lower()}",
                 "name a file in a directory that you may write to",
             ) from None
-        typer.echo(f"wrote {path}; now: swarm up {path}")
+        write_durably(path, default_toml().encode())
+        typer.echo(f"wrote {path}; now: {command_line('swarm', 'up', path)}")
 
 
 @app.command()
@@ -374,9 +378,11 @@ def evaluate(
     """Measure an exported model's loss on a run's validation data."""
     with fail_in_one_line(debug):
         from peer.commands import evaluate_export
+        from swarm.events import plain_json
 
         result = evaluate_export(directory, run, microbatches)
-        typer.echo(json.dumps(result) if as_json else _evaluation_line(result))
+        as_text = _evaluation_line(result)
+        typer.echo(json.dumps(plain_json(result), allow_nan=False) if as_json else as_text)
 
 
 def _evaluation_line(result: dict[str, Any]) -> str:

@@ -175,7 +175,7 @@ def _texts(path: Path) -> Iterator[bytes]:
             if not line.strip():
                 continue
             try:
-                item = json.loads(line)
+                item = json.loads(line, parse_int=float)  # an int may have too many digits
             except (ValueError, RecursionError) as error:
                 raise _bad_line(path, number, f"it is not JSON ({error})") from None
             if not isinstance(item, dict) or not isinstance(item.get("text"), str):

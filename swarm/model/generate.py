@@ -15,6 +15,7 @@ from swarm.model.hf_config import quiet
 from swarm.model.huggingface import token_loss
 
 MAX_SEED = 2**63  # torch takes no larger one
+MIN_TEMPERATURE = 1e-3  # logits divided by much less overflow
 EXPORTED = "give a directory written by `swarm export` of a Hugging Face run"
 
 
@@ -75,12 +76,19 @@ def generate(
     The same seed gives the same text on the same machine. Old context is dropped where the model
     has fewer positions. Raises ConfigError.
     """
-    if max_new_tokens < 1 or not 0 <= temperature < math.inf or not 0 <= seed < MAX_SEED:
+    is_temperature = temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf
+    if max_new_tokens < 1 or not is_temperature or not 0 <= seed < MAX_SEED:
         raise ConfigError(
-            "tokens must be at least 1, temperature at least 0 and finite, seed 0 to 2^63 - 1"
+            f"tokens must be at least 1, temperature 0 or from {MIN_TEMPERATURE} up and finite, "
+            "seed 0 to 2^63 - 1"
         )
     text = text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")  # bytes of a shell
     model, tokenizer = load_exported(directory, device), load_tokenizer(directory)
+    if not all(torch.isfinite(each).all() for each in model.parameters()):
+        raise ConfigError(
+            f"the model in {directory} has weights that are no numbers: its training diverged",
+            "export an earlier checkpoint, or train anew with a lower lr",
+        )
     end = model.generation_config.eos_token_id
     ids = tokenizer(text, return_tensors="pt").input_ids if text else None
     if ids is None or not ids.numel():

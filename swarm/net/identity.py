@@ -163,7 +163,7 @@ def _claim(path: Path) -> Identity | None:
             return None
         raise StorageError(
             f"cannot lock {path}: {(error.strerror or str(error)).lower()}",
-            "choose a --data-dir on a local disk",
+            "keep it on a local disk, by XDG_DATA_HOME or the flag that names it",
         ) from None
     object.__setattr__(identity, "_lock", descriptor)
     return identity
@@ -172,7 +172,7 @@ def _claim(path: Path) -> Identity | None:
 def _no_access(path: Path, error: OSError) -> StorageError:
     return StorageError(
         f"cannot read or write the identity {path}: {(error.strerror or str(error)).lower()}",
-        "choose another place with --identity or --data-dir, or set XDG_DATA_HOME",
+        "choose another place, by XDG_DATA_HOME or the flag that names it",
     )
 
 

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from swarm.errors import ConfigError, ListenError, TransportError
+from swarm.errors import ConfigError, ListenError, StorageError, SwarmError, TransportError
 from swarm.net.hivemind_quiet import import_hivemind
 from swarm.net.p2pd_control import (
     DaemonRequestError,
@@ -374,7 +374,12 @@ def _check_ports_free(listen: Sequence[str]) -> None:
                 raise _listen_error(f"{match[2]}:{match[4]}", reason) from None
 
 
-def _start_error(output: str) -> ListenError:
+def _start_error(output: str) -> SwarmError:
+    if match := re.search(r"listen unix (.*?): bind: (.*)", output):
+        return StorageError(
+            f"cannot make a socket in {Path(match[1]).parent}: {match[2].strip()}",
+            "free some space, or set TMPDIR to a short path elsewhere",
+        )
     match = re.search(r"\[?listen (?:tcp|udp)[46]? ([^\]]*?): bind: ([^\]]*)", output)
     if match:
         return _listen_error(match[1], match[2].strip())

@@ -144,6 +144,9 @@ def test_files_that_are_not_there_or_there_already(tmp_path: Path) -> None:
     assert "swarm init" in fails(CONFIG, "up", "nowhere.toml")
     assert CliRunner().invoke(app, ["init"]).exit_code == 0
     assert "exists already" in fails(STORAGE, "init")
+    assert ". is a directory - name a file in it" in fails(STORAGE, "init", "")
+    spaced = CliRunner().invoke(app, ["init", "a b.toml"])
+    assert spaced.stdout == "wrote a b.toml; now: swarm up 'a b.toml'\n"
     assert CliRunner().invoke(app, ["init", "no/such/directory/run.toml"]).exit_code == 0
     assert "name a file in a directory" in fails(STORAGE, "init", "run.toml/deeper/run.toml")
     assert "is a directory - name the run.toml in it" in fails(CONFIG, "up", tmp_path)
@@ -287,6 +290,18 @@ def test_a_model_that_a_run_s_data_does_not_fit(
     assert said in fails(CONFIG, "eval", "model", "--run", run)
 
 
+def test_a_loss_that_is_no_number_is_null(tmp_path: Path) -> None:
+    """JSON has no NaN."""
+    run = toml(tmp_path / "run.toml", steps=1)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, vocab_size=256))
+    with torch.no_grad():
+        model.lm_head.weight.fill_(math.nan)
+    model.save_pretrained("model")
+    done = CliRunner().invoke(app, ["eval", "model", "--run", str(run), "--json"])
+    assert json.loads(done.stdout, parse_constant=pytest.fail)["loss"] is None
+
+
 # ---- the disk -----------------------------------------------------------------------------------
 
 
@@ -307,6 +322,25 @@ def test_a_user_without_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("XDG_DATA_HOME")
     assert "set HOME, or XDG_DATA_HOME and XDG_CACHE_HOME" in fails(STORAGE, "id")
     assert CliRunner().invoke(app, ["init", "other.toml"]).exit_code == 0, "it needs no home"
+
+
+def test_what_does_not_fit_is_not_left_half(full_disk: Path) -> None:
+    fill(full_disk)
+    assert "No space left on device - free some space" in fails(
+        STORAGE, "init", full_disk / "run.toml"
+    )
+    assert [path.name for path in full_disk.iterdir()] == ["ballast"]
+
+
+def test_a_directory_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch would end the process with a line of its own."""
+    run = toml(tmp_path / "run.toml", steps=1)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    for command in (("baseline", run), ("status",), ("generate", tmp_path, "x")):
+        assert fails(STORAGE, *command) == "the current directory is gone - cd to another one"
+    monkeypatch.chdir(tmp_path)
 
 
 def test_a_report_on_a_full_device(tmp_path: Path) -> None:
@@ -331,7 +365,8 @@ def test_a_full_disk(tmp_path: Path, full_disk: Path, monkeypatch: pytest.Monkey
     monkeypatch.setenv("XDG_DATA_HOME", str(full_disk / "home"))
     assert "no space left" in fails(STORAGE, "up", run)
     link = format_link(RUN_ID, [f"/ip4/127.0.0.1/tcp/9/p2p/{PEER_ID}"])
-    assert "--data-dir" in fails(STORAGE, "--join", link, program="swarm-peer")
+    said = fails(STORAGE, "--join", link, program="swarm-peer")
+    assert "by XDG_DATA_HOME or the flag that names it" in said
 
 
 @pytest.mark.parametrize("args", [("--version",), ("--help",), ("id",), ("init", "new.toml")])

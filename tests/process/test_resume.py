@@ -243,6 +243,9 @@ def test_up_and_baseline_resume(forks: Forks, tmp_path: Path) -> None:
     assert [line for line in more.out.splitlines() if line.startswith("finished:")] == [
         line for line in oracle.out.splitlines() if line.startswith("finished:")
     ]
+    fewer = forks.swarm("baseline", run, "--steps", "1", "--resume", where)
+    assert fewer.code() == 0, fewer
+    assert fewer.out.splitlines()[-1] == oracle.out.splitlines()[-1], "it says what it hashes"
     newest = where / "checkpoints" / "step-4"
     (newest / "manifest.json").write_text(
         (newest / "manifest.json").read_text().replace('"updates"', '"updatez"')

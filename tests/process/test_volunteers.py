@@ -187,6 +187,42 @@ def test_full_disks_lose_nothing(forks: Forks, tmp_path: Path) -> None:
     assert f"25 steps, sha256 {final['sha256']}" in baseline.out
 
 
+def test_a_last_checkpoint_that_has_no_room_keeps_the_peers(forks: Forks, tmp_path: Path) -> None:
+    """They alone have what was trained: the run is over once it is on disk, here by a leader that
+    was stopped meanwhile and started again."""
+    run = toml(tmp_path / "run.toml", steps=5, stages=2)
+    lead = ("train", run, *LOCAL, "--dir", "led", "--report", "report.jsonl")
+    with small_disk(tmp_path / "full", kib=4 << 10) as disk:
+        (tmp_path / "led").mkdir()
+        (tmp_path / "led" / "checkpoints").symlink_to(disk)
+        fill(disk)
+        leader = forks.swarm(*lead)
+        peers = [join(forks, leader.link, "--stage", stage) for stage in ("0", "1")]
+        leader.says("no checkpoint (step 5): cannot write")
+        leader.says("free some space, or lower [checkpoint] keep in the next run")
+        leader.says("waiting until the last checkpoint can be written")
+        leader.signal(signal.SIGINT)
+        assert leader.code() == 130, leader
+        assert "finished" not in leader.out
+        make_room(disk)
+        leader = forks.swarm(*lead)
+        leader.says("going on after 5 steps, with the peers that hold them")
+        for command in (leader, *peers):
+            assert command.code() == 0, command
+            assert command.err == "", command
+        baseline = forks.swarm("baseline", run)
+        assert baseline.code() == 0, baseline
+        assert baseline.out.splitlines()[-1] in leader.out
+        exported = forks.swarm("export", "led", "model")
+        assert exported.code() == 0, exported
+        again = forks.swarm(*lead)
+        assert again.code() == 0, again
+        assert "nothing to do: 5 of 5 steps are trained already" in again.out
+    (path,) = tmp_path.glob("led/events.jsonl")
+    written = [each for each in tail_events(path) if each["event"] == "checkpoint"]
+    assert [each.get("step") for each in written if "reason" not in each] == [5], "once"
+
+
 def test_who_has_lost_its_network_daemon_says_so_and_ends(forks: Forks, tmp_path: Path) -> None:
     """Nobody could reach it any more: a leader would wait for peers for ever."""
     run = toml(tmp_path / "run.toml", steps=100_000, stages=1)
@@ -274,5 +310,6 @@ def test_leaving_politely_and_at_once(forks: Forks, tmp_path: Path) -> None:
 
     leader.signal(signal.SIGINT)
     assert leader.code() == 130, leader
-    assert f"swarm train {run} --dir led goes on from here" in leader.out
+    again = f"swarm train {run} --dir led --listen {LOCAL[1]}"
+    assert f"stopped; {again} goes on from here" in leader.out
     assert leader.err == ""

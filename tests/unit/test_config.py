@@ -244,6 +244,11 @@ def test_several_errors_are_counted_and_the_unknown_key_comes_first() -> None:
     assert "optimizer.learning_rate (and 1 more)" in said
 
 
+def test_a_byte_order_mark_is_no_part_of_the_text(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(default_toml(), encoding="utf-8-sig")
+    assert load_config(tmp_path / "run.toml") == parse_toml(default_toml())
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no file .*swarm init"):
         load_config(tmp_path / "none.toml")
@@ -255,6 +260,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "big.toml").write_bytes(b"#" * (MAX_CONFIG_BYTES + 1))
     with pytest.raises(ConfigError, match="larger than 64 KiB"):
         load_config(tmp_path / "big.toml")
+    with pytest.raises(ConfigError, match="larger than 64 KiB"):
+        load_config("/dev/zero")  # it has neither size nor end
     (tmp_path / "deep.toml").write_text("a = " + "[" * 30_000)
     with pytest.raises(ConfigError, match="not valid TOML"):
         load_config(tmp_path / "deep.toml")

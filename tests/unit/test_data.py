@@ -260,6 +260,19 @@ def test_few_documents_still_give_validation(tmp_path: Path, cache: Path) -> Non
     assert (stamps.num_train, stamps.num_validation) == (3 * 253, 253)
 
 
+def test_a_sole_document_is_not_enough(tmp_path: Path, cache: Path) -> None:
+    path = write_json_lines(tmp_path / "d.jsonl", ["word " * 50])
+    with pytest.raises(DataError, match=r"went to the validation part - give more documents"):
+        build(run_config(source="jsonl", path=str(path)), cache)
+
+
+def test_other_fields_of_a_json_line_may_hold_any_number(tmp_path: Path, cache: Path) -> None:
+    lines = [f'{{"text": "{i} {"word " * 50}", "id": {"9" * 5000}}}\n' for i in range(4)]
+    path = tmp_path / "d.jsonl"
+    path.write_text("".join(lines))
+    assert build(run_config(source="jsonl", path=str(path)), cache).stamps.num_train == 3 * 253
+
+
 @pytest.mark.parametrize(
     ("line", "why"),
     [

@@ -79,9 +79,19 @@ def test_generated_text_depends_on_the_seed_alone(tmp_path: Path) -> None:
     assert generate(tmp_path / "out", "", max_new_tokens=3) != ""
     no_text = b"\xff".decode(errors="surrogateescape")  # as an argument of a program
     assert generate(tmp_path / "out", no_text, max_new_tokens=3).startswith("\ufffd")
-    for wrong in ({"temperature": math.nan}, {"temperature": -1.0}, {"seed": -1}, {"seed": 2**63}):
-        with pytest.raises(ConfigError, match="temperature at least 0 and finite"):
+    temperatures = [{"temperature": wrong} for wrong in (math.nan, math.inf, -1.0, 1e-40)]
+    for wrong in (*temperatures, {"seed": -1}, {"seed": 2**63}):
+        with pytest.raises(ConfigError, match=r"temperature 0 or from 0\.001 up and finite"):
             generate(tmp_path / "out", "def f(", **wrong)
+
+
+def test_a_model_that_has_diverged_writes_nothing(tmp_path: Path) -> None:
+    pipeline = a_pipeline()
+    state = weights(pipeline)
+    next(iter(state.values())).detach().fill_(math.nan)
+    export_model(pipeline, state, tmp_path / "out", byte_tokenizer())
+    with pytest.raises(ConfigError, match="its training diverged - export an earlier checkpoint"):
+        generate(tmp_path / "out", "def f(")
 
 
 def test_the_loss_of_an_export_is_that_of_the_stages(tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ def test_a_place_that_cannot_be_written_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StorageError, match="--data-dir"):
+    with pytest.raises(StorageError, match="by XDG_DATA_HOME or the flag"):
         claim_identity(tmp_path / "file")
 
     def load_and_lose(path: Path) -> Identity:
@@ -142,7 +142,7 @@ def test_a_place_that_cannot_be_written_is_one_line(
         return found
 
     monkeypatch.setattr(swarm.net.identity, "load_identity", load_and_lose)
-    with pytest.raises(StorageError, match=r"no such file.* --data-dir"):
+    with pytest.raises(StorageError, match=r"no such file.* by XDG_DATA_HOME"):
         claim_identity(tmp_path / "home")
 
 

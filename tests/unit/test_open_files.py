@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from swarm.errors import TransportError
+from swarm.errors import StorageError, TransportError
 from swarm.net import p2pd
 from swarm.net.libp2p import Libp2pTransport
 
@@ -25,6 +25,16 @@ def test_no_file_descriptor_is_a_transport_error(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(p2pd, "socket", SimpleNamespace(**known, socket=none_left))
     with pytest.raises(TransportError, match="Too many open files"):
         asyncio.run(p2pd.P2PDaemon().connect_control())
+
+
+def test_a_daemon_without_room_for_its_socket_names_the_place() -> None:
+    said = "failed: listen unix /tmp/a b/swarm-p2p-1/control: bind: no space left on device"
+    error = p2pd._start_error(said)
+    assert isinstance(error, StorageError)
+    assert str(error) == (
+        "cannot make a socket in /tmp/a b/swarm-p2p-1: no space left on device - "
+        "free some space, or set TMPDIR to a short path elsewhere"
+    )
 
 
 def test_who_cannot_be_accepted_waits_and_does_not_keep_the_loop_busy(

@@ -148,6 +148,12 @@ def test_another_cut_is_named_where_it_would_gain() -> None:
     assert "none is better" not in text_of(a_status(2, placement=placement), 140)
 
 
+def test_a_loss_that_is_no_number_is_not_one_to_come() -> None:
+    text = text_of(a_status(loss=None, losses=[[0, None], [1, None]]), 80, [])
+    assert "not yet" not in text
+    assert "no number" in text
+
+
 def test_a_run_that_has_just_begun() -> None:
     status = a_status(
         state="waiting", loss=None, validation_loss=None, losses=[], tokens=0, tokens_per_s=0.0,

@@ -93,6 +93,9 @@ def test_one_file_with_nothing_from_elsewhere(tmp_path: Path, peers: list[str]) 
     assert len(json.loads(data)["frames"]) >= MIN_FRAMES
     with pytest.raises(StorageError, match="cannot write"):
         write_report(tmp_path, path / "report.html")  # a file is in the way
+    with pytest.raises(StorageError, match="cannot write"):
+        write_report(tmp_path, Path("/dev/full"))
+    assert Path("/dev/full").exists()
     assert write_report(tmp_path, tmp_path / "new" / "report.html").is_file()
     with pytest.raises(DataError, match="holds no events"):
         write_report(tmp_path / "keys")
