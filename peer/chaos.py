@@ -304,7 +304,8 @@ def run_chaos(
 ) -> bool:
     """`swarm chaos`. Whether nothing was lost, nothing counted twice, the bits are equal, who was
     asked to leave did so in order, and nobody else ended."""
-    from peer.commands import importing, spare_identity, stamped
+    from peer.claims import spare_identity, stamped
+    from peer.commands import importing
     from peer.local import parse_peers
     from peer.places import fresh_directory
     from swarm.config import load_config

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import typer
 
-from peer.commands import importing, spare_identity, stamped
+from peer.claims import spare_identity, stamped
+from peer.commands import importing
 from peer.export import export_checkpoint
 from peer.local import LocalSwarm, num_cores
 from peer.places import fresh_directory

@@ -132,7 +132,7 @@ def train(
 def show_id(debug: Debug = False) -> None:
     """Print this machine's trainer id, for run.trainers."""
     with fail_in_one_line(debug):
-        from peer.commands import trainer_id
+        from peer.claims import trainer_id
 
         typer.echo(trainer_id())
 

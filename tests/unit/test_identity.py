@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
 import swarm.net.identity
-from peer.commands import spare_identity
+from peer.claims import spare_identity
 from swarm.errors import StorageError
 from swarm.net.hivemind_quiet import import_hivemind
 from swarm.net.identity import (

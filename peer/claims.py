@@ -1,0 +1,178 @@
+"""Whose a run is on this machine: the identity it is led with, and what its directory holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from peer.cli.command_line import command_line
+from peer.places import data_home, is_free, run_directory, tcp_ports
+from swarm.config import RunConfig, canonical_bytes, with_trainers
+from swarm.errors import ConfigError, StorageError
+from swarm.local_path import expanded
+
+if TYPE_CHECKING:
+    from swarm.net.identity import Identity
+
+
+def as_trainer(
+    config: RunConfig, directory: Path | None, path: Path | None
+) -> tuple[RunConfig, Identity]:
+    """The config as this machine leads it, and the identity it does that with, claimed.
+
+    That of `path`; else the one the run names, the one it was led with before, or any free one.
+    Raises ConfigError when the run names others, StorageError when the identity is in use.
+    """
+    from swarm.net.identity import claim_identity, claim_identity_file, load_identity
+
+    home = data_home() / "trainer"
+    if path is not None:
+        known = [load_identity(path)]
+    else:
+        load_identity(home / "identity.key")
+        known = [load_identity(each) for each in sorted(home.glob("identity*.key"))]
+    named = config.run.trainers
+    config = stamped(config, known[0].peer_id)
+    for each in known:
+        mine = config if named else with_trainers(config, [each.peer_id])
+        run_dir = run_directory(mine, directory)
+        if each.peer_id in named or (not named and _holds(run_dir, mine)):
+            try:
+                return mine, claim_identity_file(each.path)
+            except StorageError:
+                watch = command_line("swarm", "status", run_dir)
+                remedy = f"watch it with {watch}, or stop it"
+                raise StorageError("another process leads this run already", remedy) from None
+    if named:
+        raise ConfigError(
+            f"this machine ({known[0].peer_id}) is not one of the run's trainers",
+            "lead from a machine whose identity run.trainers lists, or leave it out",
+        )
+    claimed = claim_identity_file(path) if path is not None else claim_identity(home)
+    return with_trainers(config, [claimed.peer_id]), claimed
+
+
+def continued(config: RunConfig, source: Path) -> Path | None:
+    """The run directory of `source`, itself or a checkpoint in it, if `config` is that run's.
+
+    None: it is another run, and would begin with that state in a directory of its own. Raises
+    ConfigError when there is no such directory.
+    """
+    from peer.checkpoints import run_dir_of
+    from peer.launch import stamp
+
+    run_dir = run_dir_of(source)
+    if not (run_dir / "run.json").exists():
+        return None
+    theirs = config_in(run_dir)
+    named = config.run.trainers or theirs.run.trainers
+    mine = stamp(with_trainers(config, named), "")
+    return run_dir if canonical_bytes(mine) == canonical_bytes(theirs) else None
+
+
+def config_in(run_dir: Path) -> RunConfig:
+    """What the run in this directory was started with. Raises StorageError, JoinError."""
+    from swarm.config import from_canonical, run_id_of
+
+    try:
+        data = (run_dir / "run.json").read_bytes()
+    except OSError as error:
+        raise StorageError(
+            f"cannot read {run_dir}: {error.strerror}", "give a run directory that you may read"
+        ) from None
+    return from_canonical(data, run_id_of(data))
+
+
+def trainer_id() -> str:
+    """The peer id this machine leads with unless told otherwise; made when there is none."""
+    from swarm.net.identity import load_identity
+
+    return load_identity(data_home() / "trainer" / "identity.key").peer_id
+
+
+def _holds(run_dir: Path, config: RunConfig) -> bool:
+    try:
+        return (run_dir / "run.json").read_bytes() == canonical_bytes(config)
+    except OSError:
+        return False
+
+
+def led_by(run_dir: Path) -> Identity:
+    """The identity of this machine that led the run in `run_dir`, claimed.
+
+    Raises ConfigError when it is not here (only a trainer that the run names can go on with it),
+    StorageError when another process uses it.
+    """
+    from swarm.net.identity import claim_identity_file, load_identity
+
+    named = config_in(run_dir).run.trainers
+    for path in sorted((data_home() / "trainer").glob("identity*.key")):
+        if load_identity(path).peer_id in named:
+            return claim_identity_file(path)
+    raise ConfigError(
+        f"this machine has not the identity that led {run_dir}",
+        "resume where it was led, or list another trainer in run.trainers to begin a new run",
+    )
+
+
+def spare_identity() -> Identity:
+    """An identity that nobody leads with, claimed: a swarm started meanwhile takes another."""
+    from swarm.net.identity import claim_identity
+
+    return claim_identity(data_home() / "trainer")
+
+
+def stamped(config: RunConfig, trainer: str) -> RunConfig:
+    from peer.launch import stamp
+
+    print("checking data and model", flush=True)  # the first time it reads and hashes all data
+    config = stamp(config, trainer)
+    if config.model.pretrained is not None:
+        from swarm.model.hf_config import is_tied, pretrained_config
+
+        if is_tied(pretrained_config(expanded(config.model.pretrained))):
+            print("its output layer is tied to its embedding: they start equal, trained apart")
+    return config
+
+
+def committed_steps(run_dir: Path) -> int:
+    """How many steps a run that was led from this directory has committed.
+
+    Raises StorageError when another process leads it now, or the directory cannot be read.
+    """
+    from peer.disk import FileDisk
+
+    if not (run_dir / "trainer").is_dir():
+        return 0
+    disk = FileDisk(run_dir / "trainer")
+    try:
+        return disk.vote.next_step
+    finally:
+        disk.close()
+
+
+def is_over(run_dir: Path, steps: int) -> bool:
+    """Whether the state after the last of these steps is on disk, here or where another trainer
+    led. Else the peers alone have it, as when the disk was full."""
+    from peer.checkpoints import is_complete
+    from swarm.events import read_status
+
+    state = (read_status(run_dir / "status.json") or {}).get("state")
+    return state in ("finished", "standing by") or is_complete(
+        run_dir / "checkpoints" / f"step-{steps}"
+    )
+
+
+def ports_as_before(run_dir: Path, listen: Sequence[str]) -> list[str]:
+    """These addresses with the port of the run's last link where they leave it to the system.
+
+    Peers look for a leader that is gone where it was. A port that is taken now is not asked for.
+    """
+    from swarm.events import read_status
+
+    link = str(((read_status(run_dir / "status.json") or {}).get("run") or {}).get("link", ""))
+    ports = set(tcp_ports(link))
+    if len(ports) != 1 or not is_free(port := next(iter(ports))):
+        return list(listen)
+    return [f"{each[:-1]}{port}" if each.endswith("/tcp/0") else each for each in listen]
