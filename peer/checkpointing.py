@@ -17,6 +17,7 @@ from peer.snapshots import Snapshot
 from swarm.config import RunConfig, canonical_bytes
 from swarm.errors import SwarmError
 from swarm.model import ModelPipeline, ParameterLayout
+from swarm.terms import Term
 
 
 class Checkpointer:
@@ -39,6 +40,7 @@ class Checkpointer:
     ) -> None:
         self.config, self.pipeline, self.run_dir = config, pipeline, run_dir
         self._tokenizer, self.parent, self._note = tokenizer, parent, note
+        self._newest: tuple[Term, int] | None = None
 
     async def take(self, leader: Leader) -> Path | None:
         """A checkpoint of the newest commit. None, and training may go on, when it cannot be had.
@@ -53,9 +55,13 @@ class Checkpointer:
         except (SwarmError, MemoryError, RuntimeError) as error:  # torch's want of memory is one
             self._note(step=step, reason=str(error) or type(error).__name__)
             return None
-        leader.saved_step = step
+        leader.saved_step, self._newest = step, (leader.term, step)
         self._note(step=step, path=str(path))
         return path
+
+    def has(self, leader: Leader) -> bool:
+        """Whether the newest commit has been written here, by this leader."""
+        return self._newest == (leader.term, leader.next_step)
 
     def _write(self, step: int, epoch: int, states: Sequence[Snapshot]) -> Path:
         staging = checkpoints.begin(self.run_dir, step)

@@ -369,7 +369,7 @@ class LeaderProcess:
         while True:
             hashes = await held_hashes(leader)
             take_wish(self.run_dir)  # this one is what was asked for
-            if leader.saved_step == leader.next_step or await checkpointer.take(leader):
+            if checkpointer.has(leader) or await checkpointer.take(leader):
                 return hashes
             self.status.reason = "waiting until the last checkpoint can be written"
             await asyncio.sleep(SAVE_AGAIN_S)

@@ -18,6 +18,7 @@ from peer.snapshots import Snapshot
 from swarm.config import parse_config
 from swarm.errors import RefusedError, StorageError
 from swarm.model import build_pipeline
+from swarm.terms import Term
 
 Break = Callable[[pytest.MonkeyPatch], None]
 
@@ -39,7 +40,9 @@ class Taking:
         )
         self.pipeline, self.root = build_pipeline(config), run_dir / "checkpoints"
         self.noted: list[dict[str, Any]] = []
-        self.leader: Any = SimpleNamespace(next_step=0, record=None, saved_step=0)
+        self.leader: Any = SimpleNamespace(
+            term=Term(0, 1, "a"), next_step=0, record=None, saved_step=0
+        )
         self.checkpointer = Checkpointer(
             config, self.pipeline, run_dir, note=lambda **facts: self.noted.append(facts)
         )
@@ -112,6 +115,17 @@ def test_what_cannot_be_had_is_told_and_the_next_one_is_taken(
     assert taking.noted[2:] == [{"step": 9, "path": str(taking.root / "step-9")}]
     assert checkpoints.load_manifest(taking.root / "step-9")["step"] == 9
     assert sorted(os.listdir(taking.root)) == ["step-3", "step-9"]
+
+
+def test_a_commit_is_written_where_it_was_taken_in_this_term(taking: Taking) -> None:
+    assert not taking.checkpointer.has(taking.leader)
+    taking.take(3)
+    assert taking.checkpointer.has(taking.leader)
+    taking.leader.term = Term(0, 2, "a")  # the next leader's may have gone another way
+    assert not taking.checkpointer.has(taking.leader)
+    taking.take(3)
+    taking.leader.next_step = 4
+    assert not taking.checkpointer.has(taking.leader)
 
 
 def test_as_many_are_kept_as_the_run_says(taking: Taking) -> None:
