@@ -166,7 +166,8 @@ class Admission:
         if member is None or self.finished:
             return Message({"now": True, "reason": ""})
         spared = leader.members.may_go(member)
-        if spared and member.standing is not Standing.SERVING:
+        is_last = leader.next_step >= leader.plan.num_steps  # no commit will come
+        if spared and (is_last or member.standing is not Standing.SERVING):
             member.leaving = member.released = True
             return Message({"now": True, "reason": ""})
         within_s = message.body.get("within_s")

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 from peer.cli.command_line import command_line
 from peer.places import data_home, is_free, run_directory, tcp_ports
 from swarm.config import RunConfig, canonical_bytes, with_trainers
-from swarm.errors import ConfigError, StorageError
+from swarm.consensus import Vote
+from swarm.errors import ConfigError, DataError, StorageError
 from swarm.local_path import expanded
+from swarm.words import integer
 
 if TYPE_CHECKING:
     from swarm.net.identity import Identity
@@ -136,32 +138,36 @@ def stamped(config: RunConfig, trainer: str) -> RunConfig:
     return config
 
 
-def committed_steps(run_dir: Path) -> int:
-    """How many steps a run that was led from this directory has committed.
+def last_vote(run_dir: Path) -> Vote:
+    """What a trainer that led from this directory, or stood by, knew last.
 
     Raises StorageError when another process leads it now, or the directory cannot be read.
     """
     from peer.disk import FileDisk
 
     if not (run_dir / "trainer").is_dir():
-        return 0
+        return Vote()
     disk = FileDisk(run_dir / "trainer")
     try:
-        return disk.vote.next_step
+        return disk.vote
     finally:
         disk.close()
 
 
-def is_over(run_dir: Path, steps: int) -> bool:
-    """Whether the state after the last of these steps is on disk, here or where another trainer
-    led. Else the peers alone have it, as when the disk was full."""
-    from peer.checkpoints import is_complete
+def is_over(run_dir: Path, known: Vote) -> bool:
+    """Whether the run has ended: the state that this trainer knew last is on disk here, or another
+    trainer said so. Else the peers alone may have it, as when the disk was full."""
+    from peer.checkpoints import load_manifest
     from swarm.events import read_status
 
-    state = (read_status(run_dir / "status.json") or {}).get("state")
-    return state in ("finished", "standing by") or is_complete(
-        run_dir / "checkpoints" / f"step-{steps}"
-    )
+    status = read_status(run_dir / "status.json") or {}
+    if status.get("state") == "finished" and integer(status.get("step")) >= known.next_step:
+        return True
+    try:
+        manifest = load_manifest(run_dir / "checkpoints" / f"step-{known.next_step}")
+    except DataError:
+        return False
+    return known.committed is not None and manifest.get("epoch", 0) == known.committed.epoch
 
 
 def ports_as_before(run_dir: Path, listen: Sequence[str]) -> list[str]:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from peer.claims import (
     as_trainer,
-    committed_steps,
     continued,
     is_over,
+    last_vote,
     led_by,
     ports_as_before,
     spare_identity,
@@ -78,12 +78,16 @@ def lead(
         )
     run_dir = run_directory(config, directory)
     num_steps = steps_to_train(config, steps)
-    committed = committed_steps(run_dir)
-    if committed >= num_steps and resume is None and is_over(run_dir, committed):
-        print(f"nothing to do: {committed} of {num_steps} steps are trained already")
-        print(how_to_export(run_dir))
-        return
-    if committed and resume is None:
+    known = last_vote(run_dir)
+    committed = known.next_step
+    if committed >= num_steps and resume is None:
+        if is_over(run_dir, known):
+            print(f"nothing to do: {committed} of {num_steps} steps are trained already")
+            print(how_to_export(run_dir))
+            return
+        print(f"{committed} of {num_steps} steps are trained, and only the peers hold that state:")
+        print("it is saved when they are here; if they are gone, go back with --resume")
+    elif committed and resume is None:
         print(f"going on after {committed} steps, with the peers that hold them")
     with TerminalView(plain=plain) as view:
         if accept_loss and len(config.run.trainers) > 1:
@@ -112,7 +116,7 @@ def lead(
                 steps=steps,
                 report=report,
                 dir=directory,
-                listen=[each for each in listen if each not in LISTEN],
+                listen=[] if list(listen) == LISTEN else listen,
                 announce=announce,
                 identity=identity,
                 join=join,

@@ -13,6 +13,7 @@ from pathlib import Path
 import typer
 
 from peer.claims import spare_identity, stamped
+from peer.cli.command_line import command_line
 from peer.commands import importing
 from peer.export import export_checkpoint
 from peer.local import LocalSwarm, num_cores
@@ -64,4 +65,5 @@ def run_demo(directory: Path | None, *, plain: bool, minutes: float) -> None:
     torch.set_num_threads(1)  # so small a model only waits for a second one
     text = generate(model, PROMPT, max_new_tokens=SAMPLE_TOKENS, temperature=0.6, seed=1)
     typer.echo("".join(c if c.isprintable() or c == "\n" else " " for c in text))
-    typer.echo(f"\nmore: .venv/bin/swarm generate {model} 'import '")
+    more = command_line(".venv/bin/swarm", "generate", model, "import ")
+    typer.echo(f"\nmore: {more}")

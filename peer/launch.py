@@ -178,7 +178,7 @@ class Node:
         bootstrap: Sequence[str] = (),
         connections: int = 1,
     ) -> Node:
-        """Raises ListenError, ConfigError, or JoinError (no bootstrap peer answers)."""
+        """Raises ListenError, StorageError, ConfigError, JoinError (no bootstrap peer answers)."""
         transport = await Libp2pTransport.create(
             identity_path=identity.path,
             listen=listen,

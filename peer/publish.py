@@ -91,7 +91,10 @@ class Status:
     def as_dict(self) -> dict[str, Any]:
         leader = self.leader
         step = leader.step if leader else None
-        if self.state == "training" and step is not None:
+        if self.state == "training" and leader and leader.next_step >= self.num_steps:
+            lacking = leader.restoring.not_held
+            self.reason = self._waits_for(leader, lacking[0]) if lacking else ""
+        elif self.state == "training" and step is not None:
             empty = step.empty_stages()
             self.reason = self._waits_for(leader, empty[0]) if empty and leader else ""
         return {

@@ -167,7 +167,13 @@ class Restoring:
     @property
     def all_held(self) -> bool:
         """Whether somebody of every stage holds the newest state."""
-        return all(self._is_held(stage) for stage in range(self.leader.pipeline.num_stages))
+        return not self.not_held
+
+    @property
+    def not_held(self) -> list[int]:
+        """The stages of which nobody holds the newest state, or has not said so yet."""
+        stages = range(self.leader.pipeline.num_stages)
+        return [stage for stage in stages if not self._is_held(stage)]
 
     def _is_held(self, stage: int) -> bool:
         leader = self.leader

@@ -364,15 +364,20 @@ class LeaderProcess:
         return final
 
     async def _save_last(self, leader: Leader, checkpointer: Checkpointer) -> list[dict[str, str]]:
-        """Write the state that the run ends with; its hashes. The replicas alone have it until it
-        is on disk, so as long as that is full they are kept."""
+        """Write the state that the run ends with; its hashes. The replicas alone have it until
+        then, so they are kept as long as it cannot be had or written; if there is a deadline, the
+        first try is the last."""
+        hashes, status = await held_hashes(leader), self.status
         while True:
-            hashes = await held_hashes(leader)
-            take_wish(self.run_dir)  # this one is what was asked for
-            if checkpointer.has(leader) or await checkpointer.take(leader):
+            wished = take_wish(self.run_dir)  # who asked waits for one that comes after that
+            if (checkpointer.has(leader) and not wished) or await checkpointer.take(leader):
                 return hashes
-            self.status.reason = "waiting until the last checkpoint can be written"
+            if self.deadline_s is not None:
+                return hashes
+            status.state, status.reason = "saving", "waiting until the last checkpoint is written"
             await asyncio.sleep(SAVE_AGAIN_S)
+            status.state, status.reason = "training", ""
+            await leader.restoring.until_held()
 
     def _out_of_time(self, began: float) -> bool:
         return self.deadline_s is not None and time.monotonic() - began > self.deadline_s

@@ -17,6 +17,7 @@ from typing import Any
 
 from peer import checkpoints
 from peer.checkpointing import write_state
+from peer.cli.command_line import command_line
 from peer.disk import write_durably
 from peer.restoring import Order, Origin, Saved
 from peer.resume import PARENT, RESTORE, CheckpointReader, reader_of
@@ -59,7 +60,8 @@ def source_of(
     if adopted and not checkpoints.highest_epoch(run_dir):
         raise DataError(  # the others may have begun without this one, or wait for it
             f"{run_dir} was to go on from another run, and may not have begun to",
-            f"give --resume {run_dir}, or remove its parent.json and checkpoints/ to join",
+            f"give {command_line(resume=run_dir)}, or remove its parent.json and checkpoints/ to "
+            "join",
         )
     return None
 
@@ -100,8 +102,8 @@ def take_over(
         if not _came_from(source, run_dir):
             raise DataError(
                 f"{run_dir} has checkpoints of its own",
-                f"go on with them by --resume {run_dir}, or begin elsewhere with --dir; what is of "
-                f"this same run may be copied into {run_dir / 'checkpoints'}",
+                f"go on with them by {command_line(resume=run_dir)}, or begin elsewhere with "
+                f"--dir; what is of this same run may be copied into {run_dir / 'checkpoints'}",
             )
         return saved.newest
     named = checkpoints.is_checkpoint(source)
@@ -142,7 +144,7 @@ def _must_begin(run_dir: Path) -> None:
         state = f"{parent.get('path')}/checkpoints/step-{parent.get('step')}"
         raise DataError(
             f"{run_dir} has not got the state it was to go on from",
-            f"give --resume {state} again, or begin elsewhere with --dir",
+            f"give {command_line(resume=state)} again, or begin elsewhere with --dir",
         )
     if (run_dir / PARENT).exists() or not (run_dir / "run.json").exists():
         remedy = "set [checkpoint] every, or start from the file"

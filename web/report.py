@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
         {name: (STATIC / name).read_text(encoding="utf-8") for name in FILES},
     )
     path = out or run_dir / "report.html"
-    is_new = not path.exists()
+    is_new = not os.path.lexists(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(html, encoding="utf-8")

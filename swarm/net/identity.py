@@ -29,6 +29,7 @@ from swarm.errors import StorageError
 _RSA, _ED25519 = 0, 1
 _MAX_KEY_BYTES = 8192
 _MAX_IDENTITIES = 1000
+_ELSEWHERE = "choose another place, by XDG_DATA_HOME or the flag that names it"
 _MAX_RSA_EXPONENT = 1 << 32  # one as long as the key takes a hundred times as long to check
 
 
@@ -136,7 +137,10 @@ def claim_identity(data_dir: str | os.PathLike[str]) -> Identity:
         identity = _claim(path)
         if identity is not None:
             return identity
-    raise StorageError(f"all identities in {directory} are in use", "use another --data-dir")
+    raise StorageError(
+        f"all identities in {directory} are in use",
+        "use another place, by XDG_DATA_HOME or the flag that names it",
+    )
 
 
 def claim_identity_file(path: str | os.PathLike[str]) -> Identity:
@@ -172,7 +176,7 @@ def _claim(path: Path) -> Identity | None:
 def _no_access(path: Path, error: OSError) -> StorageError:
     return StorageError(
         f"cannot read or write the identity {path}: {(error.strerror or str(error)).lower()}",
-        "choose another place, by XDG_DATA_HOME or the flag that names it",
+        _ELSEWHERE,
     )
 
 

@@ -51,7 +51,7 @@ class Lane:
     async def start(
         cls, identity: Identity, startup_timeout_s: float, dial_timeout_s: float
     ) -> Lane:
-        """Raises ListenError where its daemon does not start, leaving nothing."""
+        """Raises ListenError, StorageError where its daemon does not start, leaving nothing."""
         daemon = await P2PDaemon.start(
             identity_path=None, listen=(), announce=(), startup_timeout_s=startup_timeout_s
         )
@@ -118,7 +118,7 @@ class Lane:
 async def start_lanes(
     count: int, identity: Identity, startup_timeout_s: float, dial_timeout_s: float
 ) -> list[Lane]:
-    """So many that speak for this identity, or none. Raises ListenError."""
+    """So many that speak for this identity, or none. Raises ListenError, StorageError."""
     starting = [
         asyncio.ensure_future(Lane.start(identity, startup_timeout_s, dial_timeout_s))
         for _ in range(count)

@@ -72,7 +72,8 @@ class P2PDaemon:
         announce: Sequence[str],
         startup_timeout_s: float,
     ) -> P2PDaemon:
-        """Start the daemon and wait until it listens. Raises ListenError, leaving nothing."""
+        """Start the daemon and wait until it listens. Raises ListenError, StorageError, leaving
+        nothing."""
         self = cls()
         try:
             async with asyncio.timeout(startup_timeout_s):
@@ -377,8 +378,8 @@ def _check_ports_free(listen: Sequence[str]) -> None:
 def _start_error(output: str) -> SwarmError:
     if match := re.search(r"listen unix (.*?): bind: (.*)", output):
         return StorageError(
-            f"cannot make a socket in {Path(match[1]).parent}: {match[2].strip()}",
-            "free some space, or set TMPDIR to a short path elsewhere",
+            f"cannot make a socket in {Path(match[1]).parents[1]}: {match[2].strip()}",
+            "free some space, or set XDG_RUNTIME_DIR to a short path elsewhere",
         )
     match = re.search(r"\[?listen (?:tcp|udp)[46]? ([^\]]*?): bind: ([^\]]*)", output)
     if match:

@@ -188,8 +188,9 @@ def test_full_disks_lose_nothing(forks: Forks, tmp_path: Path) -> None:
 
 
 def test_a_last_checkpoint_that_has_no_room_keeps_the_peers(forks: Forks, tmp_path: Path) -> None:
-    """They alone have what was trained: the run is over once it is on disk, here by a leader that
-    was stopped meanwhile and started again."""
+    """They alone have what was trained: the run is over once it is on disk, by a leader that has
+    waited or one that was stopped meanwhile and started again."""
+    forks.constants = {"peer.run_leader:SAVE_AGAIN_S": 0.2}
     run = toml(tmp_path / "run.toml", steps=5, stages=2)
     lead = ("train", run, *LOCAL, "--dir", "led", "--report", "report.jsonl")
     with small_disk(tmp_path / "full", kib=4 << 10) as disk:
@@ -198,15 +199,16 @@ def test_a_last_checkpoint_that_has_no_room_keeps_the_peers(forks: Forks, tmp_pa
         fill(disk)
         leader = forks.swarm(*lead)
         peers = [join(forks, leader.link, "--stage", stage) for stage in ("0", "1")]
-        leader.says("no checkpoint (step 5): cannot write")
+        leader.says("no checkpoint (step 5): cannot write", 2)
         leader.says("free some space, or lower [checkpoint] keep in the next run")
-        leader.says("waiting until the last checkpoint can be written")
+        leader.says("waiting until the last checkpoint is written")
         leader.signal(signal.SIGINT)
         assert leader.code() == 130, leader
         assert "finished" not in leader.out
-        make_room(disk)
         leader = forks.swarm(*lead)
-        leader.says("going on after 5 steps, with the peers that hold them")
+        leader.says("5 of 5 steps are trained, and only the peers hold that state")
+        leader.says("no checkpoint (step 5): cannot write")
+        make_room(disk)
         for command in (leader, *peers):
             assert command.code() == 0, command
             assert command.err == "", command

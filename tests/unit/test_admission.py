@@ -97,3 +97,34 @@ def test_the_largest_roster_fits_into_a_header(num_chars: int) -> None:
         await leader.aclose()
 
     run(main(), limit_s=100)
+
+
+def test_after_the_last_step_whoever_can_be_spared_goes_at_once() -> None:
+    """No commit will come that it could wait for: the last checkpoint alone is still to be had."""
+
+    async def main() -> None:
+        quorum = Quorum([LEADER], LEADER, MemoryDisk())
+        leader = Leader(plan(2, 2), shared_pipeline(2), TinyBatches(), quorum)
+        leader.term = quorum.term = Term(0, 1, f"{LEADER}#1")
+        leader.links = SimpleNamespace(incarnation=f"{LEADER}#1")  # type: ignore[assignment]
+        leader.tell = lambda *_: None  # type: ignore[method-assign]
+        methods = leader.admission.methods()
+        channels: list[Any] = []
+        for number in range(2):
+            peer = peer_id(number)
+            channels.append(SimpleNamespace(peer=peer, incarnation=f"{peer}#1"))
+            await methods["join"].handle(channels[-1], Message({"stage": 0, "addresses": []}))
+        for member in leader.members:
+            member.standing = Standing.SERVING
+
+        async def leave(number: int) -> dict[str, Any]:
+            return dict((await methods["leave"].handle(channels[number], Message({}))).body)
+
+        assert await leave(0) == {"now": False, "reason": "this step's commit"}
+        last = Ballot(leader.term, leader.plan.num_steps - 1, 0)
+        leader.record = Record(last, "", {}, {}, 1.0, 1.0, 1.0, "applied", 1.0, 1)
+        assert await leave(0) == {"now": True, "reason": ""}
+        assert await leave(1) == {"now": False, "reason": "another replica of stage 0"}
+        await leader.aclose()
+
+    run(main(), limit_s=100)

@@ -32,8 +32,8 @@ def test_a_daemon_without_room_for_its_socket_names_the_place() -> None:
     error = p2pd._start_error(said)
     assert isinstance(error, StorageError)
     assert str(error) == (
-        "cannot make a socket in /tmp/a b/swarm-p2p-1: no space left on device - "
-        "free some space, or set TMPDIR to a short path elsewhere"
+        "cannot make a socket in /tmp/a b: no space left on device - "
+        "free some space, or set XDG_RUNTIME_DIR to a short path elsewhere"
     )
 
 
