@@ -306,6 +306,7 @@ def run_chaos(
     asked to leave did so in order, and nobody else ended."""
     from peer.claims import spare_identity, stamped
     from peer.commands import importing
+    from peer.interrupt import run_loop
     from peer.local import parse_peers
     from peer.places import fresh_directory
     from swarm.config import load_config
@@ -330,7 +331,7 @@ def run_chaos(
             server=server,
         )
         print(f"{len(run.faults)} faults in {minutes:g} minutes, seed {seed}; files in {run_dir}")
-        asyncio.run(run.run())
+        run_loop(run.run())
     books = audit(
         run_dir,
         num_steps=int(run.result.report["steps"]),

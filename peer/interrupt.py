@@ -30,6 +30,28 @@ def handlers_as_before() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def run_loop(main: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, but an interrupt does not leave its event loop half made: that one would
+    complain of what it lacks, and `main` of never having been awaited."""
+    try:
+        with asyncio.Runner(loop_factory=_whole_loop) as runner:
+            return runner.run(main)
+    finally:
+        main.close()
+
+
+def _whole_loop() -> asyncio.AbstractEventLoop:
+    caught: list[int] = []
+    with handlers_as_before():
+        for number in stop_signals():
+            signal.signal(number, lambda number, frame: caught.append(number))
+        loop = asyncio.new_event_loop()
+    if caught:
+        loop.close()
+        signal.raise_signal(caught[0])
+    return loop
+
+
 def until_interrupted(
     main: Coroutine[Any, Any, T], on_first: Callable[[], Coroutine[Any, Any, bool]] | None = None
 ) -> T:
@@ -69,5 +91,8 @@ def until_interrupted(
             for each in leaving:
                 each.cancel()
 
-    with handlers_as_before():
-        return asyncio.run(guarded())
+    try:
+        with handlers_as_before():
+            return run_loop(guarded())
+    finally:
+        main.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 import os
@@ -127,9 +126,10 @@ def last_swarm(home: Path | None = None) -> str | None:
 
 
 def _find_on_lan() -> str:
+    from peer.interrupt import run_loop
     from peer.lan import find_on_lan
 
-    links = asyncio.run(find_on_lan(None, LAN_TIMEOUT_S))
+    links = run_loop(find_on_lan(None, LAN_TIMEOUT_S))
     if not links:
         raise JoinError("no swarm was found on the local network", "pass its link with --join")
     return links[0]

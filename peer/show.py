@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from peer.interrupt import handlers_as_before
+from peer.interrupt import handlers_as_before, run_loop
 from peer.local import LocalSwarm
 from peer.view import TerminalView
 from swarm.events import EventTail, read_status
@@ -23,7 +23,7 @@ def follow(make: Callable[[Callable[[str], None]], LocalSwarm], *, plain: bool) 
     swarm is left either way.
     """
     with TerminalView(plain=plain) as view, handlers_as_before():
-        final = asyncio.run(_follow(make(view.note), view))
+        final = run_loop(_follow(make(view.note), view))
     if final is None:
         raise KeyboardInterrupt
     return final

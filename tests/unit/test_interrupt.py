@@ -8,12 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from peer.interrupt import until_interrupted
+from peer.interrupt import run_loop, until_interrupted
 
 
 @pytest.fixture
@@ -35,6 +36,29 @@ async def hang_up_and_wait() -> str:
     os.kill(os.getpid(), signal.SIGHUP)
     await asyncio.Event().wait()
     return "never"
+
+
+@pytest.mark.parametrize("run", [run_loop, until_interrupted])
+def test_an_interrupt_while_the_loop_is_made_comes_after_that(
+    run: Callable[[Coroutine[Any, Any, str]], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that is half made complains when it is collected, in a traceback."""
+    loops: list[asyncio.AbstractEventLoop] = []
+    make = asyncio.new_event_loop
+
+    def interrupted() -> asyncio.AbstractEventLoop:
+        signal.raise_signal(signal.SIGINT)
+        loops.append(make())
+        return loops[-1]
+
+    async def main() -> str:
+        return "never"
+
+    monkeypatch.setattr(asyncio, "new_event_loop", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(main())
+    assert [loop.is_closed() for loop in loops] == [True]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.usefixtures("hangups")
