@@ -46,9 +46,12 @@ def _whole_loop() -> asyncio.AbstractEventLoop:
         for number in stop_signals():
             signal.signal(number, lambda number, frame: caught.append(number))
         loop = asyncio.new_event_loop()
-    if caught:
+    try:
+        if caught:
+            signal.raise_signal(caught[0])
+    except BaseException:
         loop.close()
-        signal.raise_signal(caught[0])
+        raise
     return loop
 
 

@@ -3,6 +3,7 @@
 - `swarm_program`, `peer_program`  the commands and their flags
 - `options`, `checks`              flags that several of them have; what can be wrong with a flag
 - `errors`                         how a command fails, and a program ends
+- `command_line`                   commands as they are told to people
 
 What the programs need takes some tenths of a second to import, in which an interrupt would end in a
 traceback out of the middle of some module. So nothing is imported here before the signal is taken:

@@ -137,10 +137,7 @@ def claim_identity(data_dir: str | os.PathLike[str]) -> Identity:
         identity = _claim(path)
         if identity is not None:
             return identity
-    raise StorageError(
-        f"all identities in {directory} are in use",
-        "use another place, by XDG_DATA_HOME or the flag that names it",
-    )
+    raise StorageError(f"all identities in {directory} are in use", _ELSEWHERE)
 
 
 def claim_identity_file(path: str | os.PathLike[str]) -> Identity:

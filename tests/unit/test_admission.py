@@ -36,6 +36,16 @@ def of_length(num_chars: int, number: int, peer: str = PEER) -> str:
     return "/dns4/" + labels[: num_chars - len(tail) - 7] + "a" + tail
 
 
+def a_leader() -> Leader:
+    """In its term, with nobody to talk to: what it would tell its replicas goes nowhere."""
+    quorum = Quorum([LEADER], LEADER, MemoryDisk())
+    leader = Leader(plan(2, 2), shared_pipeline(2), TinyBatches(), quorum)
+    leader.term = quorum.term = Term(0, 1, f"{LEADER}#1")
+    leader.links = SimpleNamespace(incarnation=f"{LEADER}#1")  # type: ignore[assignment]
+    leader.tell = lambda *_: None  # type: ignore[method-assign]
+    return leader
+
+
 def test_only_addresses_of_the_joiner_itself_go_to_the_others() -> None:
     good = [f"/ip4/1.2.3.4/tcp/1/p2p/{PEER}", f"/dns4/example.org/tcp/4001/p2p/{PEER}"]
     bad = [
@@ -58,11 +68,7 @@ def test_the_largest_roster_fits_into_a_header(num_chars: int) -> None:
     """It is in every answer to `join` and `ready`, with the newest record and the donors."""
 
     async def main() -> None:
-        quorum = Quorum([LEADER], LEADER, MemoryDisk())
-        leader = Leader(plan(2, 2), shared_pipeline(2), TinyBatches(), quorum)
-        leader.term = quorum.term = Term(0, 1, f"{LEADER}#1")
-        leader.links = SimpleNamespace(incarnation=f"{LEADER}#1")  # type: ignore[assignment]
-        leader.tell = lambda *_: None  # type: ignore[method-assign]
+        leader = a_leader()
         join = leader.admission.methods()["join"].handle
 
         async def comes(number: int) -> Message:
@@ -103,11 +109,7 @@ def test_after_the_last_step_whoever_can_be_spared_goes_at_once() -> None:
     """No commit will come that it could wait for: the last checkpoint alone is still to be had."""
 
     async def main() -> None:
-        quorum = Quorum([LEADER], LEADER, MemoryDisk())
-        leader = Leader(plan(2, 2), shared_pipeline(2), TinyBatches(), quorum)
-        leader.term = quorum.term = Term(0, 1, f"{LEADER}#1")
-        leader.links = SimpleNamespace(incarnation=f"{LEADER}#1")  # type: ignore[assignment]
-        leader.tell = lambda *_: None  # type: ignore[method-assign]
+        leader = a_leader()
         methods = leader.admission.methods()
         channels: list[Any] = []
         for number in range(2):

@@ -25,6 +25,14 @@ def hangups(request: pytest.FixtureRequest) -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """SIGINT as a terminal leaves it; a shell's background job begins without it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 async def hang_up_itself() -> str:
     os.kill(os.getpid(), signal.SIGHUP)
     for _ in range(5):  # in which a handler, if there were one, would run
@@ -38,6 +46,7 @@ async def hang_up_and_wait() -> str:
     return "never"
 
 
+@pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize("run", [run_loop, until_interrupted])
 def test_an_interrupt_while_the_loop_is_made_comes_after_that(
     run: Callable[[Coroutine[Any, Any, str]], str], monkeypatch: pytest.MonkeyPatch
