@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import all_reduce
 from benchmarks._helpers import print_results, result
 
 ROOT = Path(__file__).parents[2]
@@ -123,3 +124,43 @@ def test_make_bench_keeps_each_result_and_goes_on_after_one_that_fails(tmp_path:
     assert "its table" in said
     assert [path.name for path in out.glob("*.json")] == ["c_fine.json"]
     assert json.loads((out / "c_fine.json").read_text()) == line
+
+
+def test_members_of_hivemind_that_find_no_group_are_begun_again_and_then_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The other sides, measured for minutes by then, are not lost with it."""
+    script: list[float | BaseException] = []
+    open_now: list[object] = []
+
+    class Members:
+        def __init__(self, kind: str, num: int) -> None:
+            open_now.append(self)
+
+        def tell(self, **fields: object) -> None: ...
+
+        def tell_one(self, rank: int, **fields: object) -> None: ...
+
+        def hear(self) -> None: ...
+
+        def hear_one(self, rank: int) -> dict[str, list[str]]:
+            return {"addresses": []}
+
+        def round(self, **fields: object) -> float:
+            given = script.pop(0)
+            if isinstance(given, BaseException):
+                raise given
+            return given
+
+        def close(self) -> None:
+            open_now.remove(self)
+
+    monkeypatch.setattr(all_reduce, "Members", Members)
+    no_group = all_reduce.MemberEndedError("member 2 ended:\nno group\n")
+    side = all_reduce.Hivemind(4, [1000])
+    script += [no_group, 1.5, 1.25, BrokenPipeError("told too late"), no_group]
+    assert [side.round(1000) for _ in range(4)] == [1.5, 1.25, None, None]
+    assert script == open_now == []
+    said = capsys.readouterr().err
+    assert said.count("hivemind, 4 members: member 2 ended:\nno group\n") == 2
+    side.close()
