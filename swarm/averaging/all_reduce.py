@@ -101,7 +101,9 @@ class GroupAllReduce:
         self._rounds: dict[str, Round] = {}
         self._ended: dict[str, RoundFailedError | None] = {}
         self._parked: dict[_Parked, str] = {}  # -> peer id
-        self._unread = StreamLimit("reduce", self.limits.max_unread_of_one, self.limits.max_unread)
+        self._unread = StreamLimit(
+            "reduce", self.limits.max_unread_of_one, self.limits.max_unread, self._knows
+        )
         self._lingering = TaskSet()  # streams of rounds that are over here and not there
         self._closed = False
 
@@ -235,12 +237,16 @@ class GroupAllReduce:
         if len(own) >= self.limits.max_parked_per_peer:
             self._give_way(own[0])
         while self._num_parked() + num_stripes > self.limits.max_parked:
-            strangers = [e for e, owner in self._parked.items() if not self._addresses(owner)]
-            waiting = (strangers or list(self._parked)) if self._addresses(peer) else []
+            strangers = [e for e, owner in self._parked.items() if not self._knows(owner)]
+            waiting = (strangers or list(self._parked)) if self._knows(peer) else []
             if not waiting:
                 return False
             self._give_way(waiting[0])
         return True
+
+    def _knows(self, peer: str) -> bool:
+        """Whether it is a peer of the run, not a stranger."""
+        return bool(self._addresses(peer))
 
     def _num_parked(self) -> int:
         return sum(each.num_stripes for each in self._parked)

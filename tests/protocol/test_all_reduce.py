@@ -706,18 +706,25 @@ def header(group: Group, **changes: object) -> dict[str, Any]:
 
 @pytest.mark.parametrize("words", [b"", b"\x01", b"\x01S"])
 def test_streams_that_say_nothing_are_bounded(words: bytes) -> None:
-    """Of one peer and of all: otherwise each keeps a file open for as long as it may be silent."""
+    """Of one peer and of all: otherwise each keeps a file open for as long as it may be silent.
+    Strangers together leave half of them to the peers of the run."""
 
     async def script(group: Group) -> None:
-        limits = Limits(max_unread_of_one=2, max_unread=5)
-        reducer = group.reducer("victim#1", limits)
-        for name in ("s1", "s2", "s3"):
-            stranger = group.network.transport(name)
+        limits = Limits(max_unread_of_one=2, max_unread=7)
+        reducer = GroupAllReduce(
+            group.network.transport("victim"),
+            "victim#1",
+            addresses=lambda peer: ("somewhere",) if peer.startswith("known") else (),
+            limits=limits,
+        )
+        reducer.serve()
+        for name in ("s1", "s2", "s3", "known1", "known2", "known3"):
+            other = group.network.transport(name)
             for _ in range(9):
-                stream = await stranger.dial("victim", PROTOCOL)
+                stream = await other.dial("victim", PROTOCOL)
                 await stream.send([words])
         await asyncio.sleep(0.1)
-        assert reducer._unread.open == {"s1": 2, "s2": 2, "s3": 1}
+        assert reducer._unread.open == {"s1": 2, "s2": 1, "known1": 2, "known2": 2}
         await asyncio.sleep(limits.silence_s)
         assert not reducer._unread.open
 
