@@ -25,6 +25,7 @@ from swarm.terms import Record
 
 log = logging.getLogger(__name__)
 AHEAD_BYTES = 1 << 30  # of gradients fetched before they can be applied
+LEAST_BYTES = 1 << 14  # of one with its record: a stage may have hardly a parameter, or none
 FOLLOW_WINDOW = 4  # gradients under way at once, each from another donor if there are several
 FOLLOW_PAUSE_S = 0.2
 
@@ -104,7 +105,8 @@ class Following:
     ) -> bool:
         """Several at once, kept in order. Ends when the next one is to be had nowhere: True when
         donors say so, False when there is no donor."""
-        size, under_way = 4 * self.server.state.layout.total, dict[int, asyncio.Task[Fetched]]()
+        size = max(4 * self.server.state.layout.total, LEAST_BYTES)
+        under_way = dict[int, asyncio.Task[Fetched]]()
         try:
             while True:
                 room = max(1, AHEAD_BYTES // size - len(self.ahead))

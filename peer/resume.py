@@ -105,10 +105,9 @@ class CheckpointReader:
             tensors[f"optimizer.{name}"] = torch.zeros(like.shape)
         if self.steps_in_flight > 1:
             tensors[PREVIOUS] = torch.zeros(layout.total)
-        updates = set()
+        updates = set(self._updates)
         for source in sorted({self._where[name] for name in layout.names}):
             parameters, states = self._read(source)
-            updates.add(self._updates[source])
             for name, view in layout.slices(tensors["parameters"]).items():
                 if name in parameters:
                     self._copy(name, parameters[name], view)
@@ -133,7 +132,8 @@ class CheckpointReader:
                             "resume with the cut it was trained with",
                         )
         if len(updates) != 1:
-            raise DataError(f"the stages of {self.directory} do not belong together")
+            what = f"the stages of {self.directory} do not belong together"
+            raise DataError(what, "use another checkpoint")
         snapshot = Snapshot(self.step, updates.pop(), "", None, tensors)
         snapshot.fingerprint = snapshot_mark(snapshot)
         return snapshot

@@ -47,7 +47,8 @@ from swarm.words import (
 __all__ = ["TerminalView", "plain_line", "print_status", "render"]
 
 _STATE_STYLE = {
-    "waiting": "yellow", "training": "green", "validating": "cyan", "finished": "bold green",
+    "waiting": "yellow", "training": "green", "validating": "cyan",
+    "saving": "cyan", "finished": "bold green",
     "failed": "bold red",
 }  # fmt: skip
 _STANDING_STYLE = {"serving": "green", "ready": "cyan", "joining": "yellow", "expelled": "red"}

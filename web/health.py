@@ -73,6 +73,8 @@ def judge(
         return Health("silent", "waiting for the leader's first word")
     if silent_s > SILENT_S:
         return Health("silent", f"the leader has not been heard for {duration_text(silent_s)}")
+    if state == "saving":
+        return Health("degraded", reason or "the last checkpoint is not written yet")
     if state in ("waiting", "standing by"):
         return Health("stalled", reason or "waiting for peers")
     empty = [number for number, stage in enumerate(stages) if not stage.serving]

@@ -25,7 +25,7 @@ MAX_NAME = 40
 MAX_REASON = 200
 MAX_COUNT = 1 << 53
 STANDINGS = ("serving", "ready", "joining", "expelled")
-STATES = ("waiting", "training", "validating", "finished", "failed", "standing by")
+STATES = ("waiting", "training", "validating", "saving", "finished", "failed", "standing by")
 ACTIVITIES = ("compute", "average", "move", "transfer", "wait")
 _EVENT_NUMBERS = ("step", "stage", "loss", "grad_norm", "tokens", "wall_s", "validation_loss",
                   "steps", "count", "index", "source", "target", "epoch")  # fmt: skip

@@ -274,8 +274,9 @@ def _pipeline_arrays(config: RunConfig) -> tuple[Arrays, Arrays, dict[str, Tenso
 
 
 _TOO_LITTLE_VALIDATION = (
-    "the validation part of the data is shorter than one sequence",
-    "give more data, a shorter data.sequence, or set validation.every to 0",
+    "the validation part of the data holds no whole sample",
+    "give more data, a shorter data.sequence where there are sequences, or set validation.every "
+    "to 0",
 )
 
 
@@ -299,5 +300,8 @@ def _other_bytes_remedy(config: RunConfig) -> str:
             f"with, {new_run}"
         )
     if config.data.source == "pipeline":
-        return f"install the version of {config.model.pipeline} the run was started with, {new_run}"
+        return (
+            f"install the version of {config.model.pipeline} the run was started with (its data() "
+            f"has to give the same bytes at every call), {new_run}"
+        )
     return f"put the run's own files at {config.data.path}, {new_run}"

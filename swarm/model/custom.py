@@ -2,7 +2,8 @@
 
 The user lists *layers*; the run says how many stages they make. A layer is named and given by a
 factory, so that a peer builds only its own and each layer's first weights depend on its name alone.
-A layer takes and returns one tensor or a tuple of tensors, of any number, shape and dtype.
+A layer takes and returns one tensor or a tuple of tensors, of any number, shape and dtype; those of
+a stage's last one have the same in every microbatch, and dtypes that can be sent.
 Everything between layers passes a seam (see `stage.py`), also inside a stage: another cut gives the
 same bits. Peers run no code from the network: the pipeline is an installed `package.module:object`.
 """  # noqa: E501
@@ -164,8 +165,12 @@ def load_pipeline(name: str) -> Pipeline:
 
 def _as_tuple(value: Any, who: str) -> tuple[Tensor, ...]:
     tensors = (value,) if isinstance(value, Tensor) else value
-    if not isinstance(tensors, tuple) or not all(isinstance(t, Tensor) for t in tensors):
-        raise PipelineError(f"{who} returned {type(value).__name__}", "return tensors in a tuple")
+    remedy = "return tensors in a tuple"
+    if not isinstance(tensors, tuple):
+        raise PipelineError(f"{who} returned {type(value).__name__}", remedy)
+    for i, each in enumerate(tensors):
+        if not isinstance(each, Tensor):
+            raise PipelineError(f"{who} returned {type(each).__name__} as tensor {i}", remedy)
     return tensors
 
 
@@ -220,12 +225,29 @@ class CustomStage(Stage):
                         for tensor, spec in zip(tensors, self.between[name], strict=True)
                     )
         if not self.last:
+            if self.runners and self.between:
+                self._check_sent(name, tensors)
             return tensors
         self.reseed("(loss)")
         loss = self.definition.loss(tuple(_to_float32(t) for t in tensors), batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise PipelineError("loss must return one number", "sum the item losses")
         return (loss.float().reshape(()),)
+
+    def _check_sent(self, name: str, tensors: tuple[Tensor, ...]) -> None:
+        """Whoever gets them takes nothing else: it allocates before they arrive."""
+        found = self.between[name]
+        given = tuple(spec_of(tensor) for tensor in tensors)
+        if given != tuple(found):
+            raise PipelineError(
+                f"layer {name} ends a stage and gave {_described(given)}, where "
+                f"{_described(found)} was found when the run was made",
+                "give tensors of the same shapes for every microbatch, by padding for example",
+            )
+
+
+def _described(specs: Sequence[TensorSpec]) -> str:
+    return ", ".join(f"{spec.dtype}{list(spec.shape)}" for spec in specs) or "nothing"
 
 
 def _to_float32(tensor: Tensor) -> Tensor:
@@ -256,11 +278,24 @@ class CustomPipeline(ModelPipeline):
         self._check_weight(samples.train, microbatch_size)
         self._find_boundaries()
         self.cut = choose_cut(self.layer_costs, num_stages, cut)
+        for stage in range(num_stages - 1):
+            self._check_boundary(stage)
+
+    def _check_boundary(self, stage: int) -> None:
+        for spec in self.boundary(stage):
+            if spec.dtype not in ITEM_BYTES:
+                name = list(self.definition.layers)[stage_range(self.cut, stage)[1] - 1]
+                raise PipelineError(
+                    f"layer {name} ends stage {stage} and gives {spec.dtype}, which cannot be sent",
+                    f"convert it to one of {', '.join(ITEM_BYTES)}, or choose another [model] cut",
+                )
 
     def _check_weight(self, fields: Mapping[str, np.ndarray], size: int) -> None:
         batch = {n: np.zeros((size, *each.shape[1:]), each.dtype) for n, each in fields.items()}
         try:
             self.weight(batch)
+        except SwarmError:
+            raise
         except Exception as error:  # whatever the user's function raises
             raise PipelineError(
                 f"weight does not run: {type(error).__name__}: {error}",

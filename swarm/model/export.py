@@ -140,11 +140,14 @@ def _write_huggingface(
 ) -> None:
     from swarm.model.hf_carve import build_model
     from swarm.model.hf_config import quiet
+    from swarm.model.hf_weights import load_buffers
     from swarm.model.huggingface import HuggingFacePipeline
 
     assert isinstance(pipeline, HuggingFacePipeline)
     model = build_model(pipeline.config, empty=True)
     state = pipeline.plain(state)
+    if pipeline.pretrained is not None:
+        load_buffers(model, pipeline.pretrained)
     buffers = {key: value for key, value in model.state_dict().items() if key not in state}
     model.load_state_dict({**buffers, **state}, assign=True)
     if tokenizer is not None and model.generation_config.eos_token_id is None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import difflib
+import importlib.util
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,6 +54,16 @@ def quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def _undeclared(family: type) -> set[str]:
+    """Settings that a family's model looks for although its config class does not declare them, as
+    glm4_moe's `head_dim`."""
+    found = importlib.util.find_spec(family.__module__.replace(".configuration_", ".modeling_"))
+    if found is None or found.origin is None:
+        return set()
+    code = Path(found.origin).read_text(encoding="utf-8")
+    return set(re.findall(r'getattr\((?:self\.)?config, "(\w+)"', code))
+
+
 def inline_config(values: dict[str, Any], vocab_size: int) -> Any:
     """A config from `[model.config]`; vocab_size defaults to the data's, tied weights to off."""
     from transformers import CONFIG_MAPPING
@@ -67,7 +79,7 @@ def inline_config(values: dict[str, Any], vocab_size: int) -> Any:
             'use for example "llama", "gpt2", "qwen3"; or a newer transformers',
         )
     family = CONFIG_MAPPING[model_type]
-    known = {*vars(family()), *family.attribute_map, *LEGACY}
+    known = {*vars(family()), *family.attribute_map, *LEGACY, *_undeclared(family)}
     for key in values:
         if key not in known:
             close = difflib.get_close_matches(key, known, 1)

@@ -8,7 +8,7 @@ never allocated. From a directory only the stage's tensors are read.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,49 +48,87 @@ def draw(model: Any, seed: int) -> None:
 
 
 def load(model: Any, directory: str | Path, copied: Mapping[str, str] | None = None) -> None:
-    """Fills a carved model's parameters from a Hugging Face directory. Raises ConfigError.
+    """Fills a carved model's parameters and buffers from a Hugging Face directory. Raises
+    ConfigError.
 
     `copied` names parameters that take another's weight: {their name: whose}.
     """
-    get, copied = _reader(Path(directory)), copied or {}
-    tensors = {name: get(copied.get(name, name)) for name, _ in model.named_parameters()}
-    if any(tensor is None for tensor in tensors.values()):
-        # Names differ between file and model (prefixes, fused experts): let transformers convert,
-        # at the price of the whole model in memory for a moment.
-        whole = _converted(directory)
-        tensors = {name: whole.get(copied.get(name, name)) for name in tensors}
+    copied = copied or {}
+    names = {name: copied.get(name, name) for name, _ in model.named_parameters()}
+    source = _tensors_in(Path(directory), names.values())
+    for name, parameter in model.named_parameters():
+        _fill(name, parameter, source.get(names[name]), directory)
+    _fill_buffers(model, source, directory)
+
+
+def load_buffers(model: Any, directory: str | Path) -> None:
+    """What `load` does, of the buffers alone. Raises ConfigError."""
+    names = [name for name, _ in model.named_parameters()]
+    _fill_buffers(model, _tensors_in(Path(directory), names), directory)
+
+
+def _fill_buffers(model: Any, source: Mapping[str, Tensor], directory: str | Path) -> None:
+    """Those that are saved hold what was learned elsewhere and stays: the bias of a router, the
+    scale of a layer. One that was not saved is what its family makes it."""
+    persistent = model.state_dict().keys()
+    for name, buffer in model.named_buffers():
+        if name in persistent and name in source:
+            _fill(name, buffer, source[name], directory)
+
+
+def _fill(name: str, target: Tensor, tensor: Tensor | None, directory: str | Path) -> None:
+    if tensor is None or tensor.shape != target.shape:
+        raise ConfigError(
+            f"{directory} has no weights for {name} of shape {tuple(target.shape)}",
+            "check that its config.json belongs to its weights",
+        )
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            tensor = tensors[name]
-            if tensor is None or tensor.shape != parameter.shape:
-                raise ConfigError(
-                    f"{directory} has no weights for {name} of shape {tuple(parameter.shape)}",
-                    "check that its config.json belongs to its weights",
-                )
-            parameter.copy_(tensor)
+        target.copy_(tensor)
 
 
-def _reader(directory: Path) -> Callable[[str], Tensor | None]:
-    from safetensors import safe_open
+def _tensors_in(directory: Path, names: Iterable[str]) -> Mapping[str, Tensor]:
+    """The tensors of a directory, by the names that its model has."""
+    files = _Files(directory)
+    if all(name in files for name in names):
+        return files
+    # Names differ between file and model (prefixes, fused experts): let transformers convert, at
+    # the price of the whole model in memory for a moment.
+    return _converted(directory)
 
-    index = directory / "model.safetensors.index.json"
-    single = directory / "model.safetensors"
-    if index.is_file():
-        files = json.loads(index.read_text())["weight_map"]
-    elif single.is_file():
-        with safe_open(single, "pt") as opened:
-            files = dict.fromkeys(opened.keys(), single.name)
-    else:
-        raise ConfigError(f"no model.safetensors in {directory}", "save it with save_pretrained")
 
-    def get(name: str) -> Tensor | None:
-        if name not in files:
-            return None
-        with safe_open(directory / files[name], "pt") as opened:
+class _Files(Mapping[str, Tensor]):
+    """What the safetensors files of a directory hold, read when it is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        from safetensors import safe_open
+
+        index, single = (directory / f"model.safetensors{suffix}" for suffix in (".index.json", ""))
+        self._files: dict[str, Path] = {}
+        if index.is_file():
+            held = json.loads(index.read_text())["weight_map"].items()
+            self._files = {name: directory / file for name, file in held}
+        elif single.is_file():
+            with safe_open(single, "pt") as opened:
+                self._files = dict.fromkeys(opened.keys(), single)
+        else:
+            what = f"no model.safetensors in {directory}"
+            raise ConfigError(what, "save it with save_pretrained")
+
+    def __getitem__(self, name: str) -> Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self._files[name], "pt") as opened:
             tensor: Tensor = opened.get_tensor(name)
             return tensor
 
-    return get
+    def __contains__(self, name: object) -> bool:
+        return name in self._files
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
 
 
 def _converted(directory: str | Path) -> dict[str, Tensor]:
@@ -109,7 +147,7 @@ def _converted(directory: str | Path) -> dict[str, Tensor]:
     except Exception as error:
         raise ConfigError(f"cannot load {directory}: {error}") from error
     model, info = loaded
-    tensors = dict(model.named_parameters())
+    tensors = {**dict(model.named_buffers()), **dict(model.named_parameters())}
     missing = set(info["missing_keys"])
     outputs, inputs = model.get_output_embeddings(), model.get_input_embeddings()
     for name in missing:  # a tied checkpoint made untied: the output starts as a copy

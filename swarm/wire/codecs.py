@@ -232,6 +232,9 @@ def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 # Codecs ------------------------------------------------------------------------------------------
 
 
+_LOSSY = "float32", "float64"
+
+
 class Uncompressed(Codec, Protocol):
     """A codec whose bytes have a known length and may be compressed."""
 
@@ -245,13 +248,16 @@ class Uncompressed(Codec, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PlainCodec:
-    """Values one after another. `wire_dtype` None means the logical dtype (`raw`)."""
+    """Values one after another. `wire_dtype` None means the logical dtype (`raw`). Who asks for
+    float32 asks for no loss, so float64 is not for it."""
 
     name: str
     wire_dtype: str | None
 
     def accepts(self, dtype: str) -> bool:
-        return self.wire_dtype is None or _TORCH_DTYPE[dtype].is_floating_point
+        if self.wire_dtype is None:
+            return True
+        return _TORCH_DTYPE[dtype].is_floating_point and (self.wire_dtype, dtype) != _LOSSY
 
     def stored(self, dtype: str) -> torch.dtype:
         return _TORCH_DTYPE[self.wire_dtype or dtype]

@@ -43,7 +43,7 @@ from swarm.wire.codecs import (
     decode,
 )
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 FRAME_VERSION = 1
 MAGIC = b"SWP"
 MAX_HEADER_BYTES = 1 << 20
@@ -160,7 +160,7 @@ def check_indices(tensors: Sequence[WireTensor], specs: Sequence[TensorSpec]) ->
         if spec.below is None or (dtype.kind == "u" and np.iinfo(dtype).max < spec.below):
             continue
         values = decode(tensor).numpy()
-        for found in (int(values.min()), int(values.max())):
+        for found in (int(values.min()), int(values.max())) if values.size else ():
             if not 0 <= found < spec.below:
                 raise WireError(f"tensor {i} holds {found}, 0 to {spec.below - 1} expected")
 

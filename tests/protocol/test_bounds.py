@@ -160,6 +160,7 @@ def test_no_limit_is_exceeded_under_load(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.setattr(observe, "MAX_EVENTS", EVENTS)
     stage_bytes = 4 * 72  # of stage 1: a layer of 8 by 8 and its bias
     monkeypatch.setattr(following, "AHEAD_BYTES", GRADIENTS * stage_bytes)
+    monkeypatch.setattr(following, "LEAST_BYTES", 1)
     swarm = Flooded(tmp_path)
     assert swarm.run(STEPS)["sha256"] == baseline(STEPS, MICROBATCHES)[0]
     limits = {

@@ -356,19 +356,83 @@ def test_data_that_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "weight",
+    ("weight", "says"),
     [
-        lambda batch: len(batch["z"]),
-        lambda batch: None,
-        lambda batch: 0.5,
-        lambda batch: -1,
-        lambda batch: math.nan,
+        (lambda batch: len(batch["z"]), "weight does not run: KeyError: 'z' - return how many"),
+        (lambda batch: None, "weight returned None - return a number of items, 0 or more"),
+        (lambda batch: 0.5, "weight returned 0.5 - return a number of items, 0 or more"),
+        (lambda batch: -1, "weight returned -1 - return a number of items, 0 or more"),
+        (lambda batch: math.nan, "weight returned nan - return a number of items, 0 or more"),
     ],
     ids=["raises", "none", "a share", "less than nothing", "nan"],
 )
-def test_a_weight_that_is_no_number_is_refused(weight: Any) -> None:
-    with pytest.raises(PipelineError, match=r"weight does not run: .* - return how many items"):
+def test_a_weight_that_is_no_number_is_refused(weight: Any, says: str) -> None:
+    with pytest.raises(PipelineError) as refused:
         cut_into(1, of=definition(weight=weight))
+    assert str(refused.value).startswith(says)
+
+
+class Ragged(nn.Module):
+    """Gives as many rows as there are labels above 3."""
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return x[ids > 3]
+
+
+def test_shapes_that_depend_on_the_data_do_not_leave_a_stage() -> None:
+    """Whoever gets them allocates before they come. Within a stage they are nobody's business."""
+    layers = {"r": Ragged, "l": lambda: nn.Linear(8, 8)}
+    ragged = definition(layers=layers, loss=lambda outputs, batch: outputs[0].sum())
+    pipeline = cut_into(1, 1, of=ragged)
+    assert pipeline.boundary(0)[0].shape == (0, 8)
+    batch = {"x": torch.ones(4, 8), "y": torch.tensor([1, 5, 6, 7])}
+    with pytest.raises(PipelineError) as refused:
+        pipeline.build_stage(0)((), batch)
+    assert str(refused.value) == (
+        "layer r ends a stage and gave float32[3, 8], where float32[0, 8] was found when the run "
+        "was made - give tensors of the same shapes for every microbatch, by padding for example"
+    )
+    (loss,) = cut_into(2, of=ragged).build_stage(0)((), batch)
+    assert loss.shape == ()
+
+
+class Typed(nn.Module):
+    dtype = torch.complex64
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return x.to(self.dtype)
+
+
+class Typed8(Typed):
+    dtype = torch.float8_e4m3fn
+
+
+class Back(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x.to(torch.float32))
+
+
+@pytest.mark.parametrize("typed", [Typed, Typed8])
+@pytest.mark.filterwarnings("ignore:Casting complex values to real:UserWarning")
+def test_dtypes_that_cannot_be_sent_do_not_leave_a_stage(typed: type[Typed]) -> None:
+    name = str(typed.dtype).removeprefix("torch.")
+    layers = {"t": typed, "b": Back}
+    with pytest.raises(PipelineError, match=f"layer t ends stage 0 and gives {name}, which cannot"):
+        cut_into(1, 1, of=definition(layers=layers))
+    cut_into(2, of=definition(layers=layers))
+
+
+def test_an_output_that_is_no_tensor_is_named() -> None:
+    class Nothing(nn.Module):
+        def forward(self, x: Tensor, ids: Tensor) -> Any:
+            return x, None
+
+    with pytest.raises(PipelineError, match="layer n returned NoneType as tensor 1 - return tens"):
+        cut_into(1, of=definition(layers={"n": Nothing}))
 
 
 def test_a_module_with_a_mistake_is_one_line(

@@ -521,6 +521,8 @@ def pretrained_tokenizer(directory: Path, **settings: Any) -> Path:
 
 
 def test_the_tokenizer_of_a_pretrained_directory(text: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
     directory = pretrained_tokenizer(tmp_path / "model", eos_token="</s>")
     tokenizer = load_pretrained(directory, 400)
     end = tokenizer.eos_id
@@ -534,9 +536,15 @@ def test_the_tokenizer_of_a_pretrained_directory(text: Path, tmp_path: Path) -> 
     assert dataset.tokenizer is not None
     assert dataset.tokenizer.eos_id == end
     first = dataset.stamps
+    others = {"chat_template.jinja": "{{ messages }}", "generation_config.json": '{"top_k": 20}'}
+    for name, content in others.items():
+        (directory / name).write_text(content)
     copy = tmp_path / "copy"
-    dataset.tokenizer.save_tokenizer(copy)
-    assert (copy / "tokenizer.json").read_bytes() == (directory / "tokenizer.json").read_bytes()
+    load_pretrained(directory, 400).save_tokenizer(copy)
+    for name in ("tokenizer.json", "tokenizer_config.json", *others):
+        assert (copy / name).read_bytes() == (directory / name).read_bytes()
+    loaded = AutoTokenizer.from_pretrained(copy)
+    assert loaded.chat_template == others["chat_template.jinja"]
     assert prepare_data(config, cache) == first
     pretrained_tokenizer(directory, eos_token={"content": END_OF_TEXT})
     assert prepare_data(config, cache).train_sha256 != first.train_sha256  # documents end otherwise

@@ -207,6 +207,7 @@ def test_check_indices_says_what_is_out_of_range(dtype: str) -> None:
 
     spec, free = TensorSpec((2, 2), dtype, 200), TensorSpec((2, 2), dtype)
     check_indices([wire(0, 199), wire(255, 0), encode(TENSOR, "float32")], [spec, free])
+    check_indices([wire()], [spec])
     wrong = {200: "holds 200, 0 to 199 expected", 255: "holds 255"}
     if dtype.startswith("int"):
         wrong |= {-1: "holds -1, 0 to 199", 2**31 - 1: f"holds {2**31 - 1}", -(2**31): "holds -2"}

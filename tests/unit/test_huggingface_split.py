@@ -12,6 +12,7 @@ from torch import Tensor
 
 from swarm.errors import ConfigError, PipelineError
 from swarm.model import ParameterLayout, backward, model_sha256
+from swarm.model.export import export_model
 from swarm.model.hf_carve import Anatomy, build_model, trace
 from swarm.model.hf_check import check_splittable
 from swarm.model.hf_config import inline_config, pretrained_config
@@ -300,6 +301,37 @@ def test_a_pretrained_directory_gives_each_stage_its_tensors(family: str, tmp_pa
         for name, parameter in pipeline.build_stage(k).named_parameters():
             assert torch.equal(parameter, weights.pop(name)), name
     assert not weights
+
+
+def test_what_a_pretrained_model_has_learned_and_keeps_in_buffers(tmp_path: Any) -> None:
+    """The bias by which its router balances: training leaves it alone, and export keeps it."""
+    from transformers import AutoModelForCausalLM
+
+    sizes = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    sizes["head_dim"] = 8  # which its config class does not declare
+    config = inline_config({"model_type": "glm4_moe", **SMALL, **sizes}, 64)
+    model = build_model(config, empty=False)
+    biases = {n: b for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
+    assert len(biases) == 4
+    for number, bias in enumerate(biases.values()):
+        bias.copy_(torch.arange(4.0) * (number + 1))
+    model.save_pretrained(tmp_path / "in")
+    pipeline = HuggingFacePipeline(
+        pretrained_config(tmp_path / "in"), seed=1, num_stages=2, microbatch_size=2, sequence=16,
+        pretrained=tmp_path / "in",
+    )  # fmt: skip
+    _, split = run(pipeline)
+    expected = model.eval()(input_ids=a_batch()["tokens"].long(), use_cache=False).logits
+    assert torch.equal(split["logits"], expected)
+    weights = dict(model.named_parameters())
+    exported = AutoModelForCausalLM.from_pretrained(
+        export_model(pipeline, weights, tmp_path / "out")
+    )
+    found = dict(exported.named_buffers())
+    assert all(torch.equal(found[name], bias) for name, bias in biases.items())
+    (tmp_path / "in" / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match=r"no model\.safetensors in .* - save it with save_pretr"):
+        export_model(pipeline, weights, tmp_path / "out")
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ def test_healthy() -> None:
         ("stalled", {"state": "waiting", "reason": "waiting for a peer in stage 1"}, "in stage 1"),
         ("stalled", {"stages": (Stage(1, 0, 1.0), Stage(0, 1, None))}, "stage 1 has no replica"),
         ("stalled", {"since_step_s": 100.0}, "no step was committed for 1:40"),
+        ("degraded", {"state": "saving", "reason": "the last checkpoint"}, "the last checkpoint"),
         ("degraded", {"lost": [(0, "silent for 5 s")]}, "stage 0 has lost a replica: silent"),
         ("degraded", {"stages": (Stage(1, 0, 1.0), Stage(3, 0, 1.0))}, "single replica"),
         ("degraded", {"step_times": [1.0] * 9 + [5.0]}, "5.0 times as long"),
