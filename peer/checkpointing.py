@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,9 +108,17 @@ SEPARATOR = "|"  # between an optimizer state's name and a parameter's; in neith
 
 
 def split_state(layout: ParameterLayout, name: str, tensor: Tensor) -> dict[str, Tensor]:
-    """An optimizer tensor by parameter, so that another cut can be made of it; as it is, if it is
-    not laid out like the parameters."""
-    if tensor.numel() != layout.total:
+    """An optimizer tensor by parameter, so that another cut can be made of it: laid out as they
+    are, packed without gaps, or of one number for each. As it is, if it is neither."""
+    sizes = [math.prod(shape) for shape in layout.shapes]
+    slices: Mapping[str, Tensor]
+    if tensor.numel() == layout.total:
+        slices = layout.slices(tensor)
+    elif tensor.numel() == sum(sizes):
+        parts = zip(tensor.split(sizes), layout.shapes, strict=True)
+        slices = dict(zip(layout.names, (each.view(shape) for each, shape in parts), strict=True))
+    elif tensor.numel() == len(sizes):
+        slices = dict(zip(layout.names, tensor.split(1), strict=True))
+    else:
         return {name: tensor}
-    slices = layout.slices(tensor).items()
-    return {f"{name}{SEPARATOR}{parameter}": each for parameter, each in slices}
+    return {f"{name}{SEPARATOR}{parameter}": each for parameter, each in slices.items()}

@@ -37,7 +37,7 @@ async def fetch_gradient(
     except (MemoryError, RuntimeError) as error:  # torch's want of memory is one
         what = f"no memory for a gradient of {4 * total} bytes"
         raise DeviceError(what, "free some on this machine") from error
-    for start in range(0, total, GRADIENT_CHUNK):
+    for start in range(0, max(total, 1), GRADIENT_CHUNK):  # of no elements there is a record too
         length = min(GRADIENT_CHUNK, total - start)
 
         def check(_: Mapping[str, Any], metas: Sequence[TensorMeta], length: int = length) -> None:

@@ -65,8 +65,9 @@ async def _answered(
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def validate(leader: Leader) -> float | None:
-    """Mean validation loss at the newest commit, forward only; None when it could not be had.
+async def validate(leader: Leader) -> float:
+    """Mean validation loss at the newest commit, forward only. Raises SwarmError when it cannot be
+    had.
 
     Microbatches are routed like those of training, several at once.
     """
@@ -85,10 +86,9 @@ async def validate(leader: Leader) -> float | None:
     measured = []
     for result in results:
         if isinstance(result, BaseException):
-            if not isinstance(result, SwarmError | TimeoutError):
-                raise result
-            log.debug("validation: %s", result or "no answer")
-            return None
+            if isinstance(result, TimeoutError):
+                raise RefusedError("no answer") from result
+            raise result
         measured.append(result)
     items = sum(weight for _, weight in measured)
     return total(loss for loss, _ in measured) / max(items, 1)

@@ -129,7 +129,7 @@ class CheckpointReader:
                     elif SEPARATOR not in name or name.split(SEPARATOR, 1)[1] in parameters:
                         raise DataError(
                             f"{self.directory}: the state of this optimizer cannot be cut anew",
-                            "resume with the cut it was trained with",
+                            "resume in a swarm with the cut it was trained with",
                         )
         if len(updates) != 1:
             what = f"the stages of {self.directory} do not belong together"
@@ -139,6 +139,8 @@ class CheckpointReader:
         return snapshot
 
     def _copy(self, name: str, source: Tensor, target: Tensor) -> None:
+        if source.numel() == target.numel() == 1:  # of a parameter of one, or one of a parameter
+            source = source.reshape(target.shape)
         if source.shape != target.shape or source.dtype != target.dtype:
             shapes = f"{tuple(source.shape)} instead of {tuple(target.shape)}"
             raise DataError(f"{self.directory} is of another model: {name} is {shapes}", SAME_MODEL)

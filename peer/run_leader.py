@@ -389,10 +389,13 @@ class LeaderProcess:
         done, config = result.step + 1, self.config
         every = config.validation.every
         if every and done % every == 0:
-            self.status.state = "validating"
-            result.validation_loss = await validate(leader)
+            self.status.state, why = "validating", {}
+            try:
+                result.validation_loss = await validate(leader)
+            except SwarmError as error:
+                why = {"reason": str(error)}
             self.status.state = "training"
-            self.events.emit("validation", step=result.step, loss=result.validation_loss)
+            self.events.emit("validation", step=result.step, loss=result.validation_loss, **why)
         every = config.checkpoint.every
         due = every > 0 and done % every == 0
         if take_wish(self.run_dir) or due:

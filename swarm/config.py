@@ -170,6 +170,8 @@ def hash_directory(directory: Path, *, with_tokenizer: bool = False) -> str:
         paths = [directory / "config.json", *sorted(directory.glob("*.safetensors"))]
         if len(paths) == 1:
             raise DataError(f"no safetensors weights in {directory}", "give a local directory")
+        index = directory / "model.safetensors.index.json"  # says which of them are read
+        paths += [index] if index.is_file() else []
         if with_tokenizer:
             paths.append(directory / "tokenizer.json")
         for path in paths:

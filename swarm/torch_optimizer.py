@@ -17,9 +17,9 @@ class TorchOptimizer(FlatOptimizer):
     """Any other element- or parameter-wise `torch.optim` class, by its name.
 
     It sees one tensor per parameter (views of copies of ours), and its per-parameter state is
-    packed: one flat tensor per state name, parameters in layout order, plus `started` (0 or 1),
-    since most of them create their state in the first step. A dry run on zeros at construction
-    finds the names and sizes, and refuses what needs a closure or sparse gradients.
+    packed: one flat tensor per state name, parameters in layout order, plus `started` (0 or 1 for
+    each parameter), since most of them create their state in the first step. A dry run on zeros at
+    construction finds the names and sizes, and refuses what needs a closure or sparse gradients.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class TorchOptimizer(FlatOptimizer):
             for shape in self._layout.shapes
         ]
         self._optimizer = self._build(self._parameters)
-        self._started = torch.zeros(1)
+        self._started = torch.zeros(len(self._parameters))
 
     def _build(self, parameters: Sequence[Tensor]) -> torch.optim.Optimizer:
         settings = self.settings
@@ -67,7 +67,8 @@ class TorchOptimizer(FlatOptimizer):
         if "weight_decay" in options:
             groups[1]["weight_decay"] = 0.0  # type: ignore[assignment]
         try:
-            return self._class([g for g in groups if g["params"]], **options)
+            some = [g for g in groups if g["params"]] or [{"params": [torch.zeros(0)]}]
+            return self._class(some, **options)  # which refuses to have no parameters
         except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"[optimizer] torch.optim.{settings.name}: {error}", "choose another optimizer.name"
@@ -120,13 +121,13 @@ class TorchOptimizer(FlatOptimizer):
 
     def state(self) -> dict[str, Tensor]:
         """Copies, unlike the built-in ones: the live state is torch's."""
-        packed = {"started": self._started.clone()}
+        packed, started = {"started": self._started.clone()}, bool(self._started.any())
         for name in self._names():
             parts = []
             for parameter, entry in zip(self._parameters, self._template, strict=True):
                 if name not in entry:
                     continue
-                value = self._optimizer.state[parameter].get(name) if self._started else None
+                value = self._optimizer.state[parameter].get(name) if started else None
                 tensor = torch.zeros_like(entry[name]) if value is None else torch.as_tensor(value)
                 parts.append(tensor.detach().reshape(-1).to("cpu", torch.float32))
             packed[name] = torch.cat(parts)
@@ -135,7 +136,7 @@ class TorchOptimizer(FlatOptimizer):
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         self._checked(state)
         self._reset()
-        if not bool(state["started"]):
+        if not state["started"].any():
             return
         self._started.fill_(1.0)
         position = dict.fromkeys(self._names(), 0)

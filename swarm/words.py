@@ -218,7 +218,9 @@ def event_text(event: Mapping[str, Any]) -> str | None:
         case "round_failed":
             return f"averaging repeated{why}{at}"
         case "validation":
-            return f"validation loss {number(event.get('loss')):.4f}{at}"
+            if why:
+                return f"no validation loss{at}{why}"
+            return f"validation loss {number(event.get('loss'), math.nan):.4f}{at}"
         case "checkpoint":
             reason = clean(event.get("reason"), 400)
             return f"no checkpoint{at}: {reason}" if reason else f"checkpoint{at}"

@@ -5,7 +5,7 @@ BPE is Hugging Face's own ByteLevel BPE, so what is exported is what was trained
 exported as such a BPE without merges whose ids are the byte values. The two files AutoTokenizer
 reads are written here, not by `transformers`, which takes seconds to import. A run that starts from
 a pretrained model can use that model's own tokenizer; its files are taken and exported as they
-are, with its chat template and its settings for making text.
+are, with its chat template.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ if TYPE_CHECKING:
 END_OF_TEXT = "<|endoftext|>"
 EOS_ID = 0  # ends every document: the byte 0, or END_OF_TEXT, which the BPE learns first
 TOKENIZER_FILE = "tokenizer.json"
-# The last two say how a chat is written, and how text is made by whoever loads what was exported.
 _PRETRAINED_FILES = (
-    TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja",
-    "generation_config.json",
+    TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
 )  # fmt: skip
 _MAX_TRAINING_BYTES = 64 * 2**20  # of text that the BPE learns from
 

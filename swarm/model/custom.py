@@ -18,12 +18,16 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from swarm.errors import ConfigError, DataError, PipelineError, SwarmError
 from swarm.model.cut import choose_cut, stage_range
+from swarm.model.layout import ParameterLayout
 from swarm.model.randomness import seeded
 from swarm.model.stage import Batch, ModelPipeline, Stage, seam, spec_of, torch_dtype
 from swarm.spec import ITEM_BYTES, TensorSpec
+from swarm.wire.codecs import MAX_DIMS
+from swarm.wire.frames import MAX_TENSORS
 
 Tensors = Tensor | tuple[Tensor, ...]
 
@@ -282,13 +286,21 @@ class CustomPipeline(ModelPipeline):
             self._check_boundary(stage)
 
     def _check_boundary(self, stage: int) -> None:
-        for spec in self.boundary(stage):
+        specs = self.boundary(stage)
+        name = list(self.definition.layers)[stage_range(self.cut, stage)[1] - 1]
+        who, elsewhere = f"layer {name} ends stage {stage} and gives", "choose another [model] cut"
+        most = MAX_TENSORS - len(self.batch_spec)
+        if len(specs) > most:
+            what = f"{who} {len(specs)} tensors, more than the {most} that can be sent"
+            raise PipelineError(what, f"put some together, or {elsewhere}")
+        for spec in specs:
             if spec.dtype not in ITEM_BYTES:
-                name = list(self.definition.layers)[stage_range(self.cut, stage)[1] - 1]
-                raise PipelineError(
-                    f"layer {name} ends stage {stage} and gives {spec.dtype}, which cannot be sent",
-                    f"convert it to one of {', '.join(ITEM_BYTES)}, or choose another [model] cut",
-                )
+                what = f"{who} {spec.dtype}, which cannot be sent"
+                dtypes = ", ".join(ITEM_BYTES)
+                raise PipelineError(what, f"convert it to one of {dtypes}, or {elsewhere}")
+            if len(spec.shape) > MAX_DIMS:
+                what = f"{who} {len(spec.shape)} dimensions, more than the {MAX_DIMS} there may be"
+                raise PipelineError(what, f"flatten some, or {elsewhere}")
 
     def _check_weight(self, fields: Mapping[str, np.ndarray], size: int) -> None:
         batch = {n: np.zeros((size, *each.shape[1:]), each.dtype) for n, each in fields.items()}
@@ -327,6 +339,8 @@ class CustomPipeline(ModelPipeline):
         with seeded(self.seed, "trial"):
             layers = {n: self._build_layer(n, device) for n in self.definition.layers}
             again = {n: self._build_layer(n, device) for n in self.definition.layers}
+            for module in layers.values():
+                ParameterLayout.of(module)
             _refuse_shared(layers, again)
             batch = {
                 name: torch.zeros(spec.shape, dtype=torch_dtype(spec.dtype), device=device)
@@ -369,6 +383,11 @@ class CustomPipeline(ModelPipeline):
             module = self.definition.layers[name]()
         if not isinstance(module, nn.Module):
             raise PipelineError(f"the factory of layer {name} returned no torch module")
+        if any(isinstance(each, UninitializedParameter) for each in module.parameters()):
+            raise PipelineError(
+                f"layer {name} has parameters whose size is not known until it runs",
+                "give the sizes, as nn.Linear(8, 8) instead of nn.LazyLinear(8)",
+            )
         for key, child in module.named_modules():
             if getattr(child, "track_running_stats", False):
                 where = f"{name}.{key}".rstrip(".")

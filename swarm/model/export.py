@@ -23,12 +23,18 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from swarm.errors import StorageError, SwarmError
+from swarm.errors import DataError, StorageError, SwarmError
 from swarm.model.stage import ModelPipeline
+
+GENERATION = "generation_config.json"
 
 
 class SavedTokenizer(Protocol):
-    """What export needs of a tokenizer: its files, and the id that ends a document."""
+    """What export needs of a tokenizer: its files, the id that ends a document, and whether it is
+    `"pretrained"`, that of the model a run began with."""
+
+    @property
+    def kind(self) -> str: ...
 
     @property
     def eos_id(self) -> int: ...
@@ -155,3 +161,19 @@ def _write_huggingface(
         model.generation_config.pad_token_id = tokenizer.eos_id
     with quiet():
         model.save_pretrained(directory)
+    if pipeline.pretrained is not None and tokenizer is not None:
+        _keep_generation(pipeline.pretrained, directory, tokenizer)
+
+
+def _keep_generation(source: Path, directory: Path, tokenizer: SavedTokenizer) -> None:
+    """How text is made with the model that the run began with, if its tokens mean what they did."""
+    path = source / GENERATION
+    if tokenizer.kind != "pretrained" or not path.is_file():
+        return
+    try:
+        settings = {**json.loads(path.read_text(encoding="utf-8"))}
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"cannot read {path}: {error}", "restore it, or take it away") from None
+    if settings.get("eos_token_id") is None:
+        settings["eos_token_id"] = settings["pad_token_id"] = tokenizer.eos_id
+    (directory / GENERATION).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -169,12 +169,20 @@ def check_config(config: Any, *, vocab_size: int, sequence: int) -> None:
         )
 
 
+def _setting(text: Any, key: str) -> Any:
+    """None where there is none, or where the layers differ in it and the family refuses to say."""
+    try:
+        return getattr(text, key, None)
+    except Exception:  # each family has its own
+        return None
+
+
 def tiny_config(config: Any) -> Any:
     """A config of the same family and switches with sizes that take milliseconds."""
     tiny = copy.deepcopy(config)
     text = decoder_config(tiny)
-    layers = getattr(text, "num_hidden_layers", None)
-    heads = getattr(text, "num_attention_heads", None)
+    layers = _setting(text, "num_hidden_layers")
+    heads = _setting(text, "num_attention_heads")
     if not isinstance(layers, int) or not isinstance(heads, int):
         raise PipelineError(
             f"{config.model_type} is no attention decoder", "use a decoder-only language model"
@@ -188,9 +196,9 @@ def tiny_config(config: Any) -> Any:
             setattr(text, key, list(value[:count]))
         elif isinstance(value, list) and key.endswith("layers"):
             setattr(text, key, [i for i in value if not isinstance(i, int) or i < count])
-    kv_heads = getattr(text, "num_key_value_heads", None)
+    kv_heads = _setting(text, "num_key_value_heads")
     for key, size in TINY_SIZES.items():
-        present = getattr(text, key, None)
+        present = _setting(text, key)
         if isinstance(present, int) and not isinstance(present, bool) and present > size:
             setattr(text, key, size)
     text.hidden_size = TINY_SIZES["hidden_size"]
@@ -198,7 +206,7 @@ def tiny_config(config: Any) -> Any:
     if isinstance(kv_heads, int):
         text.num_key_value_heads = 4 if kv_heads == heads else 1 if kv_heads == 1 else 2
     text.num_hidden_layers = count
-    if hasattr(text, "qk_rope_head_dim") and hasattr(text, "head_dim"):
+    if hasattr(text, "qk_rope_head_dim") and _setting(text, "head_dim") is not None:
         text.head_dim = text.qk_rope_head_dim
     for key in ("pad_token_id", "bos_token_id", "eos_token_id"):
         setattr(text, key, None)

@@ -105,8 +105,12 @@ class _Files(Mapping[str, Tensor]):
         index, single = (directory / f"model.safetensors{suffix}" for suffix in (".index.json", ""))
         self._files: dict[str, Path] = {}
         if index.is_file():
-            held = json.loads(index.read_text())["weight_map"].items()
-            self._files = {name: directory / file for name, file in held}
+            try:
+                held = json.loads(index.read_text())["weight_map"].items()
+                self._files = {name: directory / file for name, file in held}
+            except (ValueError, KeyError, TypeError, AttributeError):
+                what = f"{index} does not say which file holds what"
+                raise ConfigError(what, "save it with save_pretrained") from None
         elif single.is_file():
             with safe_open(single, "pt") as opened:
                 self._files = dict.fromkeys(opened.keys(), single)

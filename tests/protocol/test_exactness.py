@@ -328,11 +328,10 @@ def test_a_validation_computes_no_gradient() -> None:
             if leader.next_step:
                 losses.append(await validate(leader))
 
-    losses: list[float | None] = []
+    losses: list[float] = []
     swarm = Validated(plan=plan(num_microbatches, validation_microbatches=4))
     assert swarm.run(num_steps)["sha256"] == baseline(num_steps, num_microbatches)[0]
     assert len(losses) == num_steps
-    assert None not in losses
     counts = kernels(swarm)
     for stage in range(3):
         of_stage = [counts[f"r{stage}.{number}"] for number in range(2)]

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor, nn
 
 from peer import checkpoints
@@ -19,7 +22,7 @@ from swarm.errors import DataError
 from swarm.model.custom import CustomPipeline, Pipeline
 from tests.protocol.simulated import Fault, Swarm
 from tests.protocol.test_epochs import EpochSwarm
-from tests.protocol.tiny import OPTIMIZER, TINY, TinyBatches, plan, tiny_data
+from tests.protocol.tiny import OPTIMIZER, TINY, TinyBatches, ahead_of, plan, tiny_data
 
 STEPS = 6
 BARE = Pipeline(
@@ -95,6 +98,38 @@ def test_a_replica_of_it_dies_and_joins_again(point: str) -> None:
     assert joined == [True], "it has not joined again"
 
 
+class Late(Swarm):
+    """`r1.9` joins a swarm that goes on meanwhile, over links so slow that it is steps behind."""
+
+    slow = ("r1.0", "r1.9"), ("r1.1", "r1.9")
+
+    def on_probe(self, who: str, point: str, facts: dict[str, Any]) -> None:
+        super().on_probe(who, point, facts)
+        if point == "admitted" and facts["replica"].startswith("r1.9"):
+            for link in self.slow:
+                self.network.rates.pop(link, None)
+
+
+@pytest.mark.parametrize("policy", ["exact", "delayed"])
+def test_who_joins_it_is_told_the_commits_that_it_has_missed(policy: str) -> None:
+    num_steps = 40
+    chosen = plan(num_steps=num_steps, ahead=ahead_of(policy, 4, 4))
+    baseline = Baseline(chosen, pipeline(1), TinyBatches(), OPTIMIZER)
+    list(baseline.steps(num_steps))
+    swarm = Late(
+        plan=chosen,
+        policy=policy,
+        faults=[Fault("record", "start", step=1, victim="r1.9", stage=1)],
+    )
+    swarm.pipeline = pipeline(3)
+    swarm.network.rates.update(dict.fromkeys(swarm.slow, 50e3))
+    assert swarm.run(num_steps)["sha256"] == baseline.report()["sha256"]
+    counted = [t for t, who, point, _ in swarm.events if (who, point) == ("r1.9", "counted")]
+    assert counted, "it never took part"
+    times = [t for t, _, point, _ in swarm.events if point == "record"]
+    assert max(after - before for before, after in pairwise(times)) < 2.0, "the run stood still"
+
+
 def test_all_of_it_dies_and_the_run_goes_back() -> None:
     swarm = EpochSwarm(plan=plan(num_steps=STEPS))
     swarm.pipeline = pipeline(3)
@@ -147,6 +182,32 @@ def test_a_checkpoint_of_it_is_read_whatever_the_cut(tmp_path: Path) -> None:
         origin = reader.origin()
         assert len(origin.fingerprints) == num_stages
         assert {reader.snapshot(k).updates for k in range(num_stages)} == {2}
+
+
+@pytest.mark.parametrize("name", ["RMSprop", "Adagrad", "RAdam"])
+def test_a_checkpoint_of_torchs_own_optimizers_is_cut_anew(tmp_path: Path, name: str) -> None:
+    """Their state is packed otherwise than the parameters: without gaps, or a number for each."""
+    settings = SimpleNamespace(**{**vars(OPTIMIZER), "name": name})
+    baseline = Baseline(plan(num_steps=STEPS), pipeline(1), TinyBatches(), settings)
+    list(baseline.steps(2))
+    before = baseline.state.tensors()
+    whole = Snapshot(2, 2, "", None, {key: each.clone() for key, each in before.items()})
+    staging = checkpoints.begin(tmp_path / "one", 2)
+    facts: dict[str, Any] = {"step": 2, "run_id": "0" * 32, "config": {}}
+    entries = [write_state(staging, pipeline(1), 0, whole)]
+    path = checkpoints.complete(staging, {**facts, "stages": entries})
+    reader = CheckpointReader(path, pipeline(3), settings)
+    path = write(tmp_path / "three", [reader.snapshot(stage) for stage in range(3)])
+    again = CheckpointReader(path, pipeline(1), settings).snapshot(0)
+    assert again.tensors.keys() == before.keys()
+    for key, each in again.tensors.items():
+        assert torch.equal(each, before[key]), key
+    resumed = Baseline(plan(num_steps=STEPS), pipeline(1), TinyBatches(), settings)
+    resumed.resume(again)
+    list(resumed.steps(STEPS))
+    straight = Baseline(plan(num_steps=STEPS), pipeline(1), TinyBatches(), settings)
+    list(straight.steps(STEPS))
+    assert resumed.report()["sha256"] == straight.report()["sha256"]
 
 
 def test_stages_of_another_number_of_updates_do_not_belong_together(tmp_path: Path) -> None:

@@ -406,6 +406,11 @@ def test_the_pretrained_directory_is_stamped_and_checked(tmp_path: Path) -> None
     stamped = with_pretrained_hash(config)
     assert stamped.run_id != config.run_id
     assert with_pretrained_hash(stamped) == stamped
+    index = tmp_path / "model.safetensors.index.json"  # may have others of the files read
+    index.write_text('{"weight_map": {}}')
+    with pytest.raises(DataError, match=r"model\.pretrained_sha256"):
+        with_pretrained_hash(stamped)
+    index.unlink()
     (tmp_path / "model.safetensors").write_bytes(b"other weights")
     with pytest.raises(DataError, match=r"model\.pretrained_sha256"):
         with_pretrained_hash(stamped)

@@ -426,6 +426,45 @@ def test_dtypes_that_cannot_be_sent_do_not_leave_a_stage(typed: type[Typed]) -> 
     cut_into(2, of=definition(layers=layers))
 
 
+class Many(nn.Module):
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, ...]:
+        return (x,) * 1023
+
+
+class Deep(nn.Module):
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        return x.reshape(4, 8, *(1,) * 15)
+
+
+class First(nn.Module):
+    def forward(self, *given: Tensor) -> Tensor:
+        return given[0].reshape(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("many", "says"),
+    [
+        (Many, "gives 1023 tensors, more than the 1022 that can be sent - put some together, or"),
+        (Deep, "gives 17 dimensions, more than the 16 there may be - flatten some, or"),
+    ],
+)
+def test_what_no_frame_holds_does_not_leave_a_stage(many: type[nn.Module], says: str) -> None:
+    layers = {"m": many, "f": First}
+    with pytest.raises(PipelineError, match=f"layer m ends stage 0 and {says} choose another"):
+        cut_into(1, 1, of=definition(layers=layers))
+    cut_into(2, of=definition(layers=layers))
+
+
+def test_parameters_that_no_peer_could_hold_are_refused_when_the_run_is_made() -> None:
+    for layer, says in [
+        (lambda: nn.LazyLinear(8), "layer a has parameters whose size is not known until it runs"),
+        (lambda: nn.Linear(8, 8).double(), "parameter weight is float64 - make all parameters flo"),
+    ]:
+        layers = {"a": layer}
+        with pytest.raises(PipelineError, match=says):
+            cut_into(1, of=definition(layers=layers, inputs=lambda batch: batch["x"]))
+
+
 def test_an_output_that_is_no_tensor_is_named() -> None:
     class Nothing(nn.Module):
         def forward(self, x: Tensor, ids: Tensor) -> Any:

@@ -536,15 +536,14 @@ def test_the_tokenizer_of_a_pretrained_directory(text: Path, tmp_path: Path) -> 
     assert dataset.tokenizer is not None
     assert dataset.tokenizer.eos_id == end
     first = dataset.stamps
-    others = {"chat_template.jinja": "{{ messages }}", "generation_config.json": '{"top_k": 20}'}
-    for name, content in others.items():
-        (directory / name).write_text(content)
+    template = "{{ messages }}"
+    (directory / "chat_template.jinja").write_text(template)
     copy = tmp_path / "copy"
     load_pretrained(directory, 400).save_tokenizer(copy)
-    for name in ("tokenizer.json", "tokenizer_config.json", *others):
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         assert (copy / name).read_bytes() == (directory / name).read_bytes()
     loaded = AutoTokenizer.from_pretrained(copy)
-    assert loaded.chat_template == others["chat_template.jinja"]
+    assert loaded.chat_template == template
     assert prepare_data(config, cache) == first
     pretrained_tokenizer(directory, eos_token={"content": END_OF_TEXT})
     assert prepare_data(config, cache).train_sha256 != first.train_sha256  # documents end otherwise

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from swarm.data.tokenizer import byte_tokenizer
-from swarm.errors import ConfigError, StorageError, SwarmError
+from swarm.data.tokenizer import Tokenizer, byte_tokenizer
+from swarm.errors import ConfigError, DataError, StorageError, SwarmError
 from swarm.model import CustomPipeline, Pipeline
 from swarm.model.export import export_model
 from swarm.model.generate import evaluate, generate, load_exported
@@ -62,6 +62,33 @@ def test_hugging_face_loads_the_trained_weights(family: str, tmp_path: Path) -> 
     )  # fmt: skip
     first = weights(again)
     assert all(torch.equal(first[n], p) for n, p in model.named_parameters())
+
+
+def test_how_text_is_made_is_kept_of_a_model_that_is_trained_on(tmp_path: Path) -> None:
+    """If its tokens mean what they did; the end of a text is always there."""
+    first, own = tmp_path / "first", Tokenizer("pretrained", 256, None, eos_id=7)
+    pipeline = a_pipeline()
+    export_model(pipeline, weights(pipeline), first, byte_tokenizer())
+    again = HuggingFacePipeline(
+        pretrained_config(first), seed=9, num_stages=2, microbatch_size=1, sequence=16,
+        pretrained=first,
+    )  # fmt: skip
+
+    def exported(tokenizer: Tokenizer) -> Any:
+        path = export_model(again, weights(again), tmp_path / "out", tokenizer)
+        return AutoModelForCausalLM.from_pretrained(path).generation_config
+
+    settings = first / "generation_config.json"
+    settings.write_text('{"do_sample": true, "top_k": 20, "eos_token_id": [2, 3]}')
+    found = exported(own)
+    assert (found.do_sample, found.top_k, found.eos_token_id) == (True, 20, [2, 3])
+    assert exported(byte_tokenizer()).top_k != 20
+    settings.write_text('{"top_k": 20}')
+    found = exported(own)
+    assert (found.top_k, found.eos_token_id, found.pad_token_id) == (20, 7, 7)
+    settings.write_text("[")
+    with pytest.raises(DataError, match=r"cannot read .*generation_config\.json: .* - restore it"):
+        exported(own)
 
 
 def test_generated_text_depends_on_the_seed_alone(tmp_path: Path) -> None:

@@ -332,6 +332,17 @@ def test_what_a_pretrained_model_has_learned_and_keeps_in_buffers(tmp_path: Any)
     (tmp_path / "in" / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"no model\.safetensors in .* - save it with save_pretr"):
         export_model(pipeline, weights, tmp_path / "out")
+    (tmp_path / "in" / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"index\.json does not say which file holds what - save"):
+        export_model(pipeline, weights, tmp_path / "out")
+
+
+def test_a_family_whose_layers_differ_in_a_size_is_cut() -> None:
+    """It refuses to give that size for all of them."""
+    sizes = {"head_dim": 8, "num_kv_shared_layers": 0, "sliding_window": 16,
+             "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 64}  # fmt: skip
+    config = inline_config({"model_type": "gemma4_text", **SMALL, **sizes}, 64)
+    HuggingFacePipeline(config, seed=1, num_stages=2, microbatch_size=2, sequence=16).check()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from swarm.errors import ConfigError, WireError
+from swarm.model import ParameterLayout
 from swarm.optim import SGD, AdamW, clip_scale, make_optimizer, numerics_fingerprint, power
 
 
@@ -189,6 +190,17 @@ def test_torch_optimizer_follows_torch_and_spares_biases_the_decay(name: str) ->
     for each, start in zip(theirs, Layout.offsets, strict=True):
         ours = mine[start : start + each.numel()].view(each.shape)
         assert torch.allclose(ours, each, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
+def test_a_stage_may_have_no_parameters(name: str) -> None:
+    optimizer, nothing = (
+        make_optimizer(Settings(name), ParameterLayout.of(torch.nn.Tanh())),
+        torch.zeros(0),
+    )
+    optimizer.step(nothing, nothing, lr=0.1, scale=1.0, step=1)
+    optimizer.load_state(optimizer.state())
+    assert sum(each.numel() for each in optimizer.state().values()) == 0
 
 
 @pytest.mark.parametrize("name", ["Nope", "Optimizer", "lr_scheduler", "LBFGS", "SparseAdam"])

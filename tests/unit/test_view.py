@@ -305,3 +305,11 @@ def test_every_kind_of_event_is_news_or_known_not_to_be() -> None:
 
     silent = {kind for kind in KINDS if event_text({"event": kind}) is None}
     assert silent == {"run", "step", "failed"}
+
+
+def test_a_validation_that_could_not_be_had_is_no_loss_of_zero() -> None:
+    event = {"event": "validation", "step": 2}
+    assert event_text({**event, "loss": 1.25}) == "validation loss 1.2500 (step 2)"
+    assert event_text({**event, "loss": None}) == "validation loss nan (step 2)"  # so in JSON
+    why = {"loss": None, "reason": "no route"}
+    assert event_text({**event, **why}) == "no validation loss (step 2): no route"
