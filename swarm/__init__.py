@@ -9,14 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from swarm.model.custom import Pipeline
+    from swarm.model.definition import Pipeline
 
 __all__ = ["Pipeline"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "Pipeline":
-        from swarm.model.custom import Pipeline
+        from swarm.model.definition import Pipeline
 
         return Pipeline
     raise AttributeError(f"module 'swarm' has no attribute {name!r}")

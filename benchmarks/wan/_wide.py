@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from swarm.config import RunConfig, parse_config
-from swarm.model.custom import Pipeline
+from swarm.model.definition import Pipeline
 
 SIZES = "SWARM_BENCH_WIDE"  # environment: JSON of `Sizes`
 STAGES = 3

@@ -263,7 +263,7 @@ def _open(
 
 
 def _pipeline_arrays(config: RunConfig) -> tuple[Arrays, Arrays, dict[str, TensorSpec]]:
-    from swarm.model.custom import load_pipeline  # torch, and the user's own package
+    from swarm.model.definition import load_pipeline  # torch, and the user's own package
 
     if config.model.pipeline is None:
         raise DataError('data.source is "pipeline" but the run has no model.pipeline', "set it")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from swarm.model.custom import CustomPipeline, Pipeline, load_pipeline
+from swarm.model.custom import CustomPipeline
+from swarm.model.definition import Pipeline, load_pipeline
 from swarm.model.layout import ParameterLayout, fingerprint, model_sha256, sha256_of
 from swarm.model.stage import ModelPipeline, Stage, backward, gradient_specs, needs_gradient
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from swarm.compute import InlineCompute, Kind, Task, Timed, waited_for
 from swarm.config import RunConfig, parse_config
-from swarm.model.custom import Pipeline
+from swarm.model.definition import Pipeline
 
 T = TypeVar("T")
 WIDTH = 64

@@ -18,7 +18,8 @@ from torch import nn
 
 from peer.baseline import Baseline
 from peer.training import Plan, StepResult
-from swarm.model.custom import CustomPipeline, Pipeline
+from swarm.model.custom import CustomPipeline
+from swarm.model.definition import Pipeline
 from swarm.schedule import Schedule
 from tests.protocol.simulated import Fault, Swarm
 from tests.protocol.tiny import TinyBatches, tiny_data

@@ -19,7 +19,8 @@ from peer.inquiries import snapshot_mark
 from peer.resume import CheckpointReader
 from peer.snapshots import Snapshot
 from swarm.errors import DataError
-from swarm.model.custom import CustomPipeline, Pipeline
+from swarm.model.custom import CustomPipeline
+from swarm.model.definition import Pipeline
 from tests.protocol.simulated import Fault, Swarm
 from tests.protocol.test_epochs import EpochSwarm
 from tests.protocol.tiny import OPTIMIZER, TINY, TinyBatches, ahead_of, plan, tiny_data

@@ -19,7 +19,8 @@ from peer.baseline import Baseline
 from peer.members import Traffic
 from swarm.averaging.all_reduce import GroupAllReduce
 from swarm.averaging.progress import Rates
-from swarm.model.custom import CustomPipeline, Pipeline
+from swarm.model.custom import CustomPipeline
+from swarm.model.definition import Pipeline
 from swarm.wire.boundaries import BoundaryCodecs
 from swarm.wire.codecs import WireTensor
 from swarm.wire.frames import encode_frame

@@ -16,7 +16,8 @@ from torch import Tensor, nn, tanh
 from peer.baseline import Baseline
 from peer.training import Plan, StepResult
 from swarm.ahead import Ahead
-from swarm.model.custom import CustomPipeline, Pipeline
+from swarm.model.custom import CustomPipeline
+from swarm.model.definition import Pipeline
 from swarm.schedule import Schedule
 
 Place = tuple[int, int]  # a microbatch: step and index

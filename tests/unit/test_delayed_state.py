@@ -29,7 +29,8 @@ from swarm.compute import InlineCompute
 from swarm.delayed_state import PREVIOUS, DelayedState, State, new_state
 from swarm.errors import DataError, WireError
 from swarm.ledger import Do, Ledger
-from swarm.model.custom import CustomPipeline, Pipeline
+from swarm.model.custom import CustomPipeline
+from swarm.model.definition import Pipeline
 from swarm.optim import make_optimizer
 from swarm.placement import estimate_memory
 from swarm.terms import Term
