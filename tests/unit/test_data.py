@@ -303,14 +303,14 @@ def test_stdlib_is_real_text_without_tests_or_installed_packages() -> None:
 
 
 def test_custom_arrays(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from swarm.model import custom
+    from swarm.model import definition
 
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(50, 3)).astype(np.float32), np.arange(50)
     samples = SimpleNamespace(
         train={"x": x[:40], "y": y[:40]}, validation={"x": x[40:], "y": y[40:]}
     )
-    pipeline: Any = custom.Pipeline(
+    pipeline: Any = definition.Pipeline(
         layers={"a": nn.Identity},
         inputs=lambda batch: (batch["x"],),
         loss=lambda outputs, batch: outputs[0].sum(),
@@ -318,7 +318,7 @@ def test_custom_arrays(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         data=lambda: samples,
         below={"y": 50},
     )
-    monkeypatch.setattr(custom, "load_pipeline", lambda name: pipeline)
+    monkeypatch.setattr(definition, "load_pipeline", lambda name: pipeline)
     config = run_config(source="pipeline")
     config.model.pipeline = "some.module:object"
     dataset = build(config, cache)
