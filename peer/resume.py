@@ -59,13 +59,17 @@ class CheckpointReader:
         self.sha256 = hashlib.sha256((directory / checkpoints.MANIFEST).read_bytes()).hexdigest()
         try:
             self.run_id = str(self.manifest["run_id"])
-            self._updates = [int(entry["meta"]["updates"]) for entry in self.manifest["stages"]]
+            updates = {int(entry["meta"]["updates"]) for entry in self.manifest["stages"]}
             why = pipeline.differs_from(self.manifest.get("config", {}))
         except (KeyError, TypeError, ValueError) as error:
             what = f"checkpoint {directory} is damaged: {error!r} in its manifest"
             raise DataError(what, "choose another") from None
         if why:
             raise DataError(f"{directory} is of another model: {why}", SAME_MODEL)
+        if len(updates) != 1:
+            what = f"the stages of {directory} do not belong together"
+            raise DataError(what, "use another checkpoint")
+        (self._updates,) = updates
         self._where: dict[str, int] = {}
         for entry in self.manifest["stages"]:
             for name in self._names_in(directory / entry["file"]):
@@ -105,7 +109,6 @@ class CheckpointReader:
             tensors[f"optimizer.{name}"] = torch.zeros(like.shape)
         if self.steps_in_flight > 1:
             tensors[PREVIOUS] = torch.zeros(layout.total)
-        updates = set(self._updates)
         for source in sorted({self._where[name] for name in layout.names}):
             parameters, states = self._read(source)
             for name, view in layout.slices(tensors["parameters"]).items():
@@ -131,10 +134,7 @@ class CheckpointReader:
                             f"{self.directory}: the state of this optimizer cannot be cut anew",
                             "resume in a swarm with the cut it was trained with",
                         )
-        if len(updates) != 1:
-            what = f"the stages of {self.directory} do not belong together"
-            raise DataError(what, "use another checkpoint")
-        snapshot = Snapshot(self.step, updates.pop(), "", None, tensors)
+        snapshot = Snapshot(self.step, self._updates, "", None, tensors)
         snapshot.fingerprint = snapshot_mark(snapshot)
         return snapshot
 

@@ -152,9 +152,9 @@ def _write_huggingface(
     assert isinstance(pipeline, HuggingFacePipeline)
     model = build_model(pipeline.config, empty=True)
     state = pipeline.plain(state)
-    if pipeline.pretrained is not None:
-        load_buffers(model, pipeline.pretrained)
     buffers = {key: value for key, value in model.state_dict().items() if key not in state}
+    if buffers and pipeline.pretrained is not None:
+        load_buffers(model, pipeline.pretrained)
     model.load_state_dict({**buffers, **state}, assign=True)
     if tokenizer is not None and model.generation_config.eos_token_id is None:
         model.generation_config.eos_token_id = tokenizer.eos_id

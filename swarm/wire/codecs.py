@@ -232,7 +232,7 @@ def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 # Codecs ------------------------------------------------------------------------------------------
 
 
-_LOSSY = "float32", "float64"
+_LOSSY = "float32", "float64"  # as what is sent, and what is to arrive
 
 
 class Uncompressed(Codec, Protocol):

@@ -216,4 +216,4 @@ def test_stages_of_another_number_of_updates_do_not_belong_together(tmp_path: Pa
     list(baseline.steps(2))
     path = write(tmp_path, snapshots(baseline, updates=1))
     with pytest.raises(DataError, match="do not belong together - use another checkpoint"):
-        CheckpointReader(path, pipeline(3), OPTIMIZER).snapshot(1)
+        CheckpointReader(path, pipeline(3), OPTIMIZER)

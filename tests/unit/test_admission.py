@@ -39,11 +39,12 @@ def of_length(num_chars: int, number: int, peer: str = PEER) -> str:
 def a_leader() -> Leader:
     """In its term, with nobody to talk to: what it would tell its replicas goes nowhere."""
     quorum = Quorum([LEADER], LEADER, MemoryDisk())
-    leader = Leader(plan(2, 2), shared_pipeline(2), TinyBatches(), quorum)
+    leader: Any = Leader(plan(2, 2), shared_pipeline(2), TinyBatches(), quorum)
     leader.term = quorum.term = Term(0, 1, f"{LEADER}#1")
-    leader.links = SimpleNamespace(incarnation=f"{LEADER}#1")  # type: ignore[assignment]
-    leader.tell = lambda *_: None  # type: ignore[method-assign]
-    return leader
+    leader.links = SimpleNamespace(incarnation=f"{LEADER}#1")
+    leader.tell = lambda *_: None
+    made: Leader = leader
+    return made
 
 
 def test_only_addresses_of_the_joiner_itself_go_to_the_others() -> None:
