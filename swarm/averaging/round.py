@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ class Round:
             link.received = not self._num_chunks
             link.replied = not any(self.plan.replies(self.index))
             if self.plan.num_chunks(link.index):
-                self._spawn(link, self._contribute(link, dial))
+                self._spawn(link, partial(self._contribute, link, dial))
             else:
                 link.contributed = link.collected = True
         self._tasks.spawn(self._reduce(), "averaging sum")
@@ -143,8 +144,9 @@ class Round:
         link.incoming = stream
         largest = self.plan.contribution_bytes(min(part, self.plan.chunk_elements))
         link.buffers = np.empty((min(self.limits.window, self._num_chunks), largest), np.uint8)
-        receive = self._spawn(link, self._receive(link, stream))
-        reply = link.reply = self._spawn(link, self._reply(link, stream), self._replies)
+        receive = self._spawn(link, partial(self._receive, link, stream))
+        work = partial(self._reply, link, stream)
+        reply = link.reply = self._spawn(link, work, self._replies)
         try:
             await asyncio.wait((receive, reply))
             failed = self.failure is not None
@@ -167,7 +169,7 @@ class Round:
         }
         stream = await dial(link.index, encode_frame(header))
         link.dialled = stream
-        self._spawn(link, self._collect(link, stream))
+        self._spawn(link, partial(self._collect, link, stream))
         for chunk in self.plan.chunks(link.index):
             await stream.send([self._given_for(chunk)])
         link.contributed = True
@@ -232,7 +234,7 @@ class Round:
 
     async def _reduce(self) -> None:
         if self._num_chunks:
-            await self._guard(self.me, self._reduce_chunks())
+            await self._guard(self.me, self._reduce_chunks)
 
     async def _reduce_chunks(self) -> None:
         window = min(self.limits.window, self._num_chunks)
@@ -298,15 +300,19 @@ class Round:
             self._done.set_result(None)
 
     def _spawn(
-        self, link: Link, work: Coroutine[Any, Any, None], tasks: TaskSet | None = None
+        self,
+        link: Link,
+        work: Callable[[], Coroutine[Any, Any, None]],
+        tasks: TaskSet | None = None,
     ) -> asyncio.Task[None]:
         owner = self._tasks if tasks is None else tasks
         return owner.spawn(self._guard(link.member, work), f"averaging {link.member}")
 
-    async def _guard(self, member: str, work: Coroutine[Any, Any, None]) -> None:
-        """Whatever `work` with that member fails with fails the round, and names a suspect."""
+    async def _guard(self, member: str, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Whatever `work` with that member fails with fails the round, and names a suspect. It is
+        not begun before, or one that is cancelled first would complain that nobody awaited it."""
         try:
-            await work
+            await work()
         except RoundFailedError as error:
             self.fail(error)
         except WireError as error:

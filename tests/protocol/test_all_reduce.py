@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import random
+import warnings
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from types import SimpleNamespace
@@ -34,6 +36,7 @@ from swarm.net.memory_stream import MemoryStream
 from swarm.net.striped import dial_striped
 from swarm.net.transport import Stream
 from swarm.sim.virtual_time import run
+from swarm.tasks import TaskSet
 from swarm.wire.codecs import decode, encode
 from swarm.wire.frames import encode_frame
 
@@ -798,6 +801,32 @@ def test_strangers_do_not_take_the_places_of_who_waits_for_a_late_member() -> No
             stream.abort()
 
     simulate(lambda: Group(3, PARTS, torch.float64), script)
+
+
+def test_what_is_cancelled_before_it_begins_says_nothing() -> None:
+    """As when a round fails in the instant in which a stream has been dialled."""
+
+    async def script(group: Group) -> None:
+        plan = make_plan(group.members, 3000, "float64")
+        nothing = memoryview(b"")
+        me, other = group.members[:2]
+        current = round_module.Round("1", me, plan, nothing, nothing, Limits(), TaskSet())
+        begun: list[str] = []
+
+        async def work() -> None:
+            begun.append("work")
+
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            task = current._spawn(current._links[other], work)
+            task.cancel()
+            await asyncio.wait([task])
+            del task
+            gc.collect()
+        assert not warned
+        assert not begun
+
+    simulate(lambda: Group(2, 30, torch.float64), script)
 
 
 def test_a_group_may_wait_for_one_member() -> None:
