@@ -17,7 +17,7 @@ from swarm.averaging.progress import Count, Link, Rates
 from swarm.averaging.sums import decode_chunk, encode_chunk, sum_rounded
 from swarm.errors import StreamClosedError, TransportError, WireError
 from swarm.net.striped import MAX_STRIPES
-from swarm.net.transport import Buffer, Stream
+from swarm.net.transport import Buffer, Stream, until_ended
 from swarm.tasks import TaskSet
 from swarm.wire.frames import encode_frame, no_tensors, read_frame
 
@@ -152,7 +152,7 @@ class Round:
             failed = self.failure is not None
             if self.plan.direct and not failed:
                 await stream.send([_TAKEN])
-            await _drain(stream, self.limits.settle_s if failed else self.limits.linger_s)
+            await until_ended(stream, self.limits.settle_s if failed else self.limits.linger_s)
         finally:
             link.gone.set()
 
@@ -418,7 +418,7 @@ async def refuse(stream: Stream, why: str, suspect: str, limits: Limits) -> None
     """Answer a stream with a notice instead of sums, and let it be heard."""
     async with asyncio.timeout(limits.settle_s):
         await stream.send(_notice(why, suspect))
-        await _drain(stream, limits.settle_s)
+        await until_ended(stream, limits.settle_s)
 
 
 def _notice(why: str, suspect: str) -> list[Buffer]:
@@ -430,8 +430,7 @@ def _printable(text: str) -> str:
 
 
 async def _close_once_taken(stream: Stream, limit_s: float) -> None:
-    """End a stream when the peer has what was sent on it. Not before: libp2p may lose all of a
-    stream that is ended before the other side has agreed to its protocol."""
+    """End a stream when the peer says that it has what was sent on it."""
     try:
         async with asyncio.timeout(limit_s):
             await stream.receive_exactly(1)
@@ -439,17 +438,6 @@ async def _close_once_taken(stream: Stream, limit_s: float) -> None:
         pass
     finally:
         await stream.close()
-
-
-async def _drain(stream: Stream, limit_s: float) -> None:
-    """Discard what comes until the peer ends the stream, at most `limit_s`."""
-    trash = memoryview(bytearray(1 << 16))
-    try:
-        async with asyncio.timeout(limit_s):
-            while True:
-                await stream.receive_into(trash)
-    except (StreamClosedError, TimeoutError):
-        pass
 
 
 def _bytes_of(view: memoryview, chunk: Chunk, itemsize: int) -> memoryview:

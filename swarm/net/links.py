@@ -26,7 +26,7 @@ from swarm.errors import (
 )
 from swarm.net.channel import HEARTBEAT_S, SILENCE_S, Channel, Method, read_hello
 from swarm.net.stream_limit import StreamLimit
-from swarm.net.transport import Stream, Transport
+from swarm.net.transport import Stream, Transport, until_ended
 from swarm.tasks import TaskSet
 from swarm.wire.codecs import allocate_bytes
 from swarm.wire.frames import PROTOCOL_VERSION, protocol_name
@@ -188,8 +188,6 @@ class Links:
         with self._accepted.one_more(stream.peer) as room:
             if room:
                 await self._welcome(stream)
-            else:
-                stream.abort()
 
     async def _welcome(self, stream: Stream) -> None:
         try:
@@ -200,9 +198,12 @@ class Links:
                 channel = life._new_channel(stream)
                 await channel.answer(hello)
             self._check_run(channel)
-        except (TimeoutError, StreamClosedError, WireError, JoinError) as error:
+        except (TimeoutError, StreamClosedError, WireError) as error:
             log.debug("refused a stream of %s: %s", stream.peer, error)
-            await stream.close()
+            return
+        except JoinError as error:
+            log.debug("refused a stream of %s: %s", stream.peer, error)
+            await until_ended(stream, GREET_TIMEOUT_S)  # who dials reads it from the answer
             return
         await life._run(channel)
 
@@ -264,4 +265,4 @@ class Links:
 
 async def _say_version(stream: Stream) -> None:
     await stream.send([PROTOCOL_VERSION.to_bytes(4, "big")])
-    await stream.close()
+    await until_ended(stream, VERSION_TIMEOUT_S)

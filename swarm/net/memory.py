@@ -71,23 +71,18 @@ class MemoryTransport:
         except Exception as error:
             self.network.handler_errors.append((self.peer_id, protocol, error))
         finally:
-            stream.finish()
+            stream.abort()
 
     def abort(self) -> None:
         """What the end of a process does: every stream ends, nothing is served any more."""
         for stream in list(self.streams):
             stream.abort()
-        self._serve_no_more()
-
-    def _serve_no_more(self) -> None:
         self.closed = True
         for task in list(self.tasks):
             task.cancel()
 
     async def close(self) -> None:
-        for stream in list(self.streams):
-            stream.finish()
-        self._serve_no_more()
+        self.abort()
         current = asyncio.current_task()
         await asyncio.gather(
             *(task for task in self.tasks if task is not current), return_exceptions=True

@@ -39,11 +39,11 @@ class Pipe:
         self.changed = asyncio.Event()
         self._schedule = 0  # raised when what is in flight is scheduled anew
 
-    def push(self, data: bytes | None) -> None:
+    def push(self, data: bytes) -> None:
         network, now = self.network, asyncio.get_running_loop().time()
-        self.in_flight_bytes += len(data or b"")
-        self.sent_bytes += len(data or b"")
-        sent_at = network.transmit(self.source, self.target, len(data or b""), now)
+        self.in_flight_bytes += len(data)
+        self.sent_bytes += len(data)
+        sent_at = network.transmit(self.source, self.target, len(data), now)
         arrives_at = sent_at + network.delay_s(self.source, self.target) + network.late_s(self)
         self.arrives_at = max(self.arrives_at, arrives_at)
         self.in_flight.append((now, data))
@@ -113,8 +113,6 @@ class Pipe:
             self.ended = StreamClosedError(f"stream from {self.source} to {self.target} {why}")
         self.in_flight.clear()
         self.changed.set()
-        for stream in self.streams:
-            stream.forget_if_over()
 
     async def wait(self) -> None:
         self.changed.clear()
@@ -129,9 +127,8 @@ class MemoryStream:
         self._out, self._in = outgoing, incoming
         outgoing.streams.append(self)
         incoming.streams.append(self)
-        self._closed = False
         self._sending = self._receiving = False
-        self._aborted: StreamClosedError | None = None  # here; the other end may not know yet
+        self._left: StreamClosedError | None = None  # here; the other end may not know yet
 
     @property
     def received_bytes(self) -> int:
@@ -143,7 +140,7 @@ class MemoryStream:
 
     @property
     def open(self) -> bool:
-        return not self._closed and self._aborted is None
+        return self._left is None
 
     @property
     def incomplete(self) -> bool:
@@ -158,15 +155,14 @@ class MemoryStream:
         try:
             while (
                 not self._out.ended
-                and not self._aborted
+                and not self._left
                 and self._out.in_flight_bytes + self._out.unread_bytes > WINDOW_BYTES
             ):
                 await self._out.wait()
         finally:
             self._sending = False
-        if self._aborted or self._out.ended or self._closed:
-            closed = StreamClosedError("this side has closed the stream")
-            raise self._aborted or self._out.ended or closed
+        if over := self._left or self._out.ended:
+            raise over
         if data:
             self._out.push(data)
 
@@ -174,7 +170,7 @@ class MemoryStream:
         if self._receiving:
             raise RuntimeError("one receiver at a time")
         pipe = self._in
-        if pipe.inbox and num_bytes < len(pipe.inbox[0]) and not self._aborted:
+        if pipe.inbox and num_bytes < len(pipe.inbox[0]) and not self._left:
             piece = pipe.inbox[0]  # most reads are of a part of what one send has brought
             pipe.inbox[0] = piece[num_bytes:]
             pipe.unread_bytes -= num_bytes
@@ -196,9 +192,9 @@ class MemoryStream:
     async def _fill(self, buffer: memoryview) -> None:
         filled, pipe = 0, self._in
         while filled < buffer.nbytes:
-            while self._aborted or not pipe.inbox:
-                if self._aborted or pipe.ended:
-                    raise self._aborted or pipe.ended  # type: ignore[misc]
+            while self._left or not pipe.inbox:
+                if over := self._left or pipe.ended:
+                    raise over
                 try:
                     await pipe.wait()
                 except asyncio.CancelledError:  # a cancelled receive loses nothing
@@ -218,34 +214,18 @@ class MemoryStream:
             pipe.changed.set()
 
     async def close(self) -> None:
-        if not self._closed and not self._out.ended and not self._aborted:
-            self._out.push(None)
-        self._closed = True
-        self.forget_if_over()
-
-    def forget_if_over(self) -> None:
-        """Closed here, and the peer has left: no fault can change anything any more."""
-        if self._closed and self._in.ended:
-            self._out.network.forget(self)
-
-    def finish(self) -> None:
-        """Its user has gone: abort, but what was sent before a close still arrives."""
-        if not self._closed:
-            self.abort()
-            return
-        self._leave("was left", self._in)
+        self._leave("was closed")
 
     def abort(self) -> None:
-        self._closed = True
-        self._leave("was aborted", self._out, self._in)
+        self._leave("was aborted")
 
-    def _leave(self, why: str, *pipes: Pipe) -> None:
+    def _leave(self, why: str) -> None:
         """End here at once; the other end learns of it as soon as it can hear from here."""
-        if self._aborted is None:
-            self._aborted = StreamClosedError(f"stream with {self.peer} {why}")
+        if self._left is None:
+            self._left = StreamClosedError(f"stream with {self.peer} {why}")
         network = self._out.network
         network.forget(self)
-        for pipe in pipes:
+        for pipe in (self._out, self._in):
             pipe.changed.set()
             if pipe.ended is None and not pipe.lingers:
                 network.end(pipe, why)
@@ -255,8 +235,7 @@ class MemoryStream:
         (see `Pipe.linger`), and what it sends meanwhile arrives nowhere."""
         self._out.linger(pieces, share, late_s)
         self._in.broken = True
-        self._closed = True
-        self._aborted = StreamClosedError(f"stream with {self.peer} was lost")
+        self._left = StreamClosedError(f"stream with {self.peer} was lost")
         self._out.network.forget(self)
         self._in.changed.set()
         self._out.changed.set()

@@ -10,7 +10,6 @@ one yamux window (16 MiB at most).
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import Callable, Sequence
 
@@ -20,7 +19,6 @@ from swarm.net.transport import Buffer
 _MAX_PARTS = 64
 _WRITE_BYTES = 1 << 20
 _YIELD_EVERY = 64
-_LINGER_S = 30.0
 
 
 class SocketStream:
@@ -35,8 +33,7 @@ class SocketStream:
     ) -> None:
         self.peer = peer
         self.received_bytes = self.sent_bytes = 0
-        self.gone = asyncio.Event()  # the socket is closed; see `drained`
-        self.drained = False  # closed, and the daemon has taken every byte
+        self.completed = False  # ended by `close`
         self._socket = connection
         self._descriptor = connection.fileno()
         self._loop = asyncio.get_running_loop()
@@ -45,7 +42,6 @@ class SocketStream:
         self._pushed_back = b""
         self._receiving: asyncio.Future[None] | None = None
         self._sending: asyncio.Future[None] | None = None
-        self._lingering: asyncio.TimerHandle | None = None
         self._unyielded = 0
 
     def __repr__(self) -> str:
@@ -118,8 +114,6 @@ class SocketStream:
         return bytes(buffer)
 
     async def receive_into(self, buffer: memoryview) -> None:
-        if self._lingering is not None:
-            raise StreamClosedError(self._ended)
         if self._receiving is not None:
             raise RuntimeError("one receiver at a time")
         view = memoryview(buffer)
@@ -186,50 +180,20 @@ class SocketStream:
             await asyncio.sleep(0)
 
     async def close(self) -> None:
-        if self._ended:
-            return
-        self._ended = f"stream with {self.peer} closed here"
-        # A socket closed with unread bytes makes the daemon reset the stream and drop what was
-        # sent; so read on, into the void, until the daemon has taken everything and hangs up.
-        self._stop_waiters()
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_WR)
-        self._lingering = self._loop.call_later(_LINGER_S, self._finish)
-        void = memoryview(bytearray(1 << 16))
-
-        def discard() -> None:
-            try:
-                self._receive_some(void)
-            except StreamClosedError:
-                self.drained = True
-                self._finish()
-
-        self._loop.add_reader(self._descriptor, discard)
+        self.completed = self.completed or not self._ended
+        self._end("closed")
 
     def abort(self) -> None:
-        if not self._ended:
-            self._ended = f"stream with {self.peer} aborted here"
-        if self._socket.fileno() != -1:
-            self._stop_waiters()
-            self._finish()
+        self._end("aborted")
 
-    def abort_unless_closed(self) -> None:
-        """What happens when a handler returns: a close under way may still deliver."""
-        if not self._ended:
-            self.abort()
-
-    def _stop_waiters(self) -> None:
+    def _end(self, how: str) -> None:
+        if self._ended:
+            return
+        self._ended = f"stream with {self.peer} {how} here"
         self._loop.remove_reader(self._descriptor)
         self._loop.remove_writer(self._descriptor)
         for waiter in (self._receiving, self._sending):
             if waiter is not None and not waiter.done():
                 waiter.set_exception(StreamClosedError(self._ended))
-
-    def _finish(self) -> None:
-        if self._lingering is not None:
-            self._lingering.cancel()
-        if self._socket.fileno() != -1:
-            self._loop.remove_reader(self._descriptor)
-            self._socket.close()
-            self.gone.set()
-            self._on_end(self)
+        self._socket.close()
+        self._on_end(self)

@@ -119,8 +119,7 @@ class StripedStream:
             start = stop
 
     async def close(self) -> None:
-        """See `Stream`: what the other side has not answered may be lost, also on one stripe alone;
-        so whoever has dialled closes once it knows that all has arrived."""
+        """See `Stream`: what may be lost may be so on one stripe alone."""
         for each in self._stripes:
             await each.close()
 

@@ -8,8 +8,11 @@ makes every deadline below virtual too.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
+
+from swarm.errors import StreamClosedError
 
 Buffer = bytes | bytearray | memoryview
 MAX_CONNECTIONS = 16  # to a peer
@@ -47,13 +50,23 @@ class Stream(Protocol):
         """Fill `buffer` with the next bytes. Raises StreamClosedError if the stream ends first."""
 
     async def close(self) -> None:
-        """End our side; the peer sees the end after the last byte sent. Idempotent.
-
-        Of a stream that was dialled here and on which nothing has come back yet, libp2p may lose
-        all."""
+        """End a stream on which all is done: what either side has not received by now may be lost,
+        so who has sent last waits (`until_ended`). The other side sees the end. Idempotent."""
 
     def abort(self) -> None:
-        """Drop the stream at once: pending sends and receives here and there raise. Idempotent."""
+        """Drop a stream on which something is amiss, at once: pending sends and receives here and
+        there raise. Idempotent."""
+
+
+async def until_ended(stream: Stream, limit_s: float) -> None:
+    """Discard what comes until the other side ends the stream, at most `limit_s`."""
+    trash = memoryview(bytearray(1 << 16))
+    try:
+        async with asyncio.timeout(limit_s):
+            while True:
+                await stream.receive_into(trash)
+    except (StreamClosedError, TimeoutError):
+        pass
 
 
 Handler = Callable[[Stream], Awaitable[None]]
@@ -86,10 +99,7 @@ class Transport(Protocol):
         """
 
     async def close(self) -> None:
-        """Abort all streams and stop serving. Idempotent.
-
-        What was sent on streams that had been closed still arrives at peers that take it.
-        """
+        """Abort all streams and stop serving. Idempotent."""
 
 
 class Directory(Protocol):

@@ -630,7 +630,7 @@ def test_another_protocol_version(forks: Forks, tmp_path: Path, difference: int)
 
     async def say_version(stream: Stream) -> None:
         await stream.send([(PROTOCOL_VERSION + difference).to_bytes(4, "big")])
-        await stream.close()
+        await stream.receive_exactly(1)
 
     async def open_node() -> tuple[Libp2pTransport, DhtDirectory]:
         transport = await Libp2pTransport.create(identity_path=identity.path)

@@ -117,26 +117,6 @@ def test_close_leaves_nothing(sockets_in: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before
 
 
-def test_last_words_are_delivered_before_the_daemon_ends() -> None:
-    async def main() -> None:
-        transport, other = await Libp2pTransport.create(), await Libp2pTransport.create()
-        heard: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-
-        async def listen(stream: Stream) -> None:
-            heard.set_result(await stream.receive_exactly(300_000))
-
-        other.serve("/words/1", listen)
-        stream = await transport.dial(other.peer_id, "/words/1", other.addresses)
-        await stream.send([bytes(300_000)])
-        await stream.close()
-        await transport.close()
-        async with asyncio.timeout(10):
-            assert await heard == bytes(300_000)
-        await other.close()
-
-    asyncio.run(main())
-
-
 def test_a_peer_that_reads_nothing_does_not_keep_a_transport_from_closing() -> None:
     async def main() -> None:
         transport, other = await Libp2pTransport.create(), await Libp2pTransport.create()
