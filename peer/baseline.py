@@ -99,12 +99,12 @@ class Baseline:
 
     def validate(self) -> float:
         """Mean loss over the fixed validation microbatches."""
-        total, items = [], 0
+        losses, items = [], 0
         for index in range(self.plan.validation_microbatches):
             batch = self.batches.validation_batch(index)
-            total.append(float(self.state.evaluate((), self._tensors(batch))[0]))
+            losses.append(float(self.state.evaluate((), self._tensors(batch))[0]))
             items += self.pipeline.weight(batch)
-        return math.fsum(total) / max(items, 1)
+        return math.fsum(losses) / max(items, 1)
 
     def _tensors(self, batch: Mapping[str, np.ndarray]) -> dict[str, Tensor]:
         device = self.state.device

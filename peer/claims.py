@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peer.cli.command_line import command_line
-from peer.places import data_home, is_free, run_directory, tcp_ports
-from swarm.config import RunConfig, canonical_bytes, with_trainers
+from peer.places import config_in, data_home, is_free, run_directory, tcp_ports
+from swarm.config import RunConfig, canonical_bytes, differences, with_trainers
 from swarm.consensus import Vote
-from swarm.errors import ConfigError, DataError, StorageError
+from swarm.errors import ConfigError, DataError, InUseError
 from swarm.local_path import expanded
 from swarm.words import integer
 
@@ -40,12 +40,7 @@ def as_trainer(
         mine = config if named else with_trainers(config, [each.peer_id])
         run_dir = run_directory(mine, directory)
         if each.peer_id in named or (not named and _holds(run_dir, mine)):
-            try:
-                return mine, claim_identity_file(each.path)
-            except StorageError:
-                watch = command_line("swarm", "status", run_dir)
-                remedy = f"watch it with {watch}, or stop it"
-                raise StorageError("another process leads this run already", remedy) from None
+            return mine, _claimed(each.path, run_dir)
     if named:
         raise ConfigError(
             f"this machine ({known[0].peer_id}) is not one of the run's trainers",
@@ -58,8 +53,8 @@ def as_trainer(
 def continued(config: RunConfig, source: Path) -> Path | None:
     """The run directory of `source`, itself or a checkpoint in it, if `config` is that run's.
 
-    None: it is another run, and would begin with that state in a directory of its own. Raises
-    ConfigError when there is no such directory.
+    None: it is another run, which is said, and would begin with that state in a directory of its
+    own. Raises ConfigError when there is no such directory.
     """
     from peer.checkpoints import run_dir_of
     from peer.launch import stamp
@@ -70,20 +65,10 @@ def continued(config: RunConfig, source: Path) -> Path | None:
     theirs = config_in(run_dir)
     named = config.run.trainers or theirs.run.trainers
     mine = stamp(with_trainers(config, named), "")
-    return run_dir if canonical_bytes(mine) == canonical_bytes(theirs) else None
-
-
-def config_in(run_dir: Path) -> RunConfig:
-    """What the run in this directory was started with. Raises StorageError, JoinError."""
-    from swarm.config import from_canonical, run_id_of
-
-    try:
-        data = (run_dir / "run.json").read_bytes()
-    except OSError as error:
-        raise StorageError(
-            f"cannot read {run_dir}: {error.strerror}", "give a run directory that you may read"
-        ) from None
-    return from_canonical(data, run_id_of(data))
+    if canonical_bytes(mine) == canonical_bytes(theirs):
+        return run_dir
+    print(f"{run_dir} is another run ({differences(mine, theirs)}): this one begins with its state")
+    return None
 
 
 def trainer_id() -> str:
@@ -106,16 +91,33 @@ def led_by(run_dir: Path) -> Identity:
     Raises ConfigError when it is not here (only a trainer that the run names can go on with it),
     StorageError when another process uses it.
     """
-    from swarm.net.identity import claim_identity_file, load_identity
+    from swarm.net.identity import load_identity
 
     named = config_in(run_dir).run.trainers
     for path in sorted((data_home() / "trainer").glob("identity*.key")):
         if load_identity(path).peer_id in named:
-            return claim_identity_file(path)
+            return _claimed(path, run_dir)
     raise ConfigError(
         f"this machine has not the identity that led {run_dir}",
         "resume where it was led, or list another trainer in run.trainers to begin a new run",
     )
+
+
+def _claimed(path: Path, run_dir: Path) -> Identity:
+    """This identity, for the run in `run_dir`. Raises StorageError; InUseError says by what."""
+    from swarm.net.identity import claim_identity_file
+
+    try:
+        return claim_identity_file(path)
+    except InUseError:
+        pass
+    try:
+        last_vote(run_dir)
+    except InUseError:
+        remedy = f"watch it with {command_line('swarm', 'status', run_dir)}, or stop it"
+        raise InUseError("another process leads this run already", remedy) from None
+    what = f"another run is led with the identity of {run_dir} now"
+    raise InUseError(what, "stop that run first")
 
 
 def spare_identity() -> Identity:
@@ -141,7 +143,8 @@ def stamped(config: RunConfig, trainer: str) -> RunConfig:
 def last_vote(run_dir: Path) -> Vote:
     """What a trainer that led from this directory, or stood by, knew last.
 
-    Raises StorageError when another process leads it now, or the directory cannot be read.
+    Raises InUseError when another process leads it now, StorageError when the directory cannot be
+    read.
     """
     from peer.disk import FileDisk
 

@@ -23,7 +23,7 @@ from peer.cli.checks import check_addresses, check_device_name
 from peer.cli.command_line import command_line
 from peer.cli.options import LISTEN
 from peer.interrupt import until_interrupted
-from peer.places import fresh_directory, run_directory
+from peer.places import fresh_directory, refuse_another_run, run_directory
 from peer.streams import forgive_full_disk
 from swarm.config import RunConfig, load_config
 from swarm.errors import ConfigError, JoinError
@@ -77,6 +77,7 @@ def lead(
             "use the same run.toml and data as the other trainers",
         )
     run_dir = run_directory(config, directory)
+    refuse_another_run(run_dir, config)
     num_steps = steps_to_train(config, steps)
     known = last_vote(run_dir)
     committed = known.next_step
@@ -231,9 +232,9 @@ def run_baseline(
     from swarm.data import build_dataset
     from swarm.model import build_pipeline
 
-    config = load_config(run)
+    written = load_config(run)
     where = choose_device(device)
-    config = stamped(config, "baseline")
+    config = stamped(written, "baseline")
     be_exact(where, threads)
     num_steps = steps_to_train(config, steps)
     with (
@@ -250,6 +251,7 @@ def run_baseline(
         )
         cut = build_pipeline(config)  # as the swarm has it
         if resume is not None:
+            continued(written, resume)
             whole, _ = read_newest(resume, config, oracle.pipeline, print)
             oracle.resume(whole.snapshot(0))
             print(f"resuming from step {whole.step}")

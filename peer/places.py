@@ -8,7 +8,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swarm.errors import StorageError
+from swarm.errors import JoinError, StorageError
 
 if TYPE_CHECKING:
     from swarm.config import RunConfig
@@ -59,6 +59,39 @@ def fresh_directory(config: RunConfig, chosen: Path | None) -> Path:
         number += 1
         path = first.with_name(f"{first.name}-{number}")
     return path
+
+
+def config_in(run_dir: Path) -> RunConfig:
+    """What the run in this directory was started with. Raises StorageError, JoinError."""
+    from swarm.config import from_canonical, run_id_of
+
+    try:
+        data = (run_dir / "run.json").read_bytes()
+    except OSError as error:
+        raise StorageError(
+            f"cannot read {run_dir}: {error.strerror}", "give a run directory that you may read"
+        ) from None
+    return from_canonical(data, run_id_of(data))
+
+
+def refuse_another_run(run_dir: Path, config: RunConfig) -> None:
+    """Raises StorageError when the directory holds another run than this one."""
+    from swarm.config import canonical_bytes, differences
+
+    try:
+        if (run_dir / "run.json").read_bytes() == canonical_bytes(config):
+            return
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        what = f"cannot use {run_dir}: {error.strerror}"
+        raise StorageError(what, "choose another directory with --dir") from None
+    try:
+        unlike = f" ({differences(config, config_in(run_dir))})"
+    except (StorageError, JoinError):  # of another version of this program, say
+        unlike = ""
+    what = f"{run_dir} holds another run{unlike}"
+    raise StorageError(what, "choose another directory with --dir")
 
 
 def tcp_ports(addresses: str) -> list[int]:

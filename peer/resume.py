@@ -125,11 +125,13 @@ class CheckpointReader:
                     f"{self.directory} holds the state of another optimizer",
                     "resume with the [optimizer] name and momentum it was trained with",
                 )
+            same = parameters.keys() == set(layout.names)  # as of a stage of the same cut
             for kind in wanted:
                 for name, view in split_state(layout, kind, tensors[f"optimizer.{kind}"]).items():
-                    if name in states:
+                    parameter = name.partition(SEPARATOR)[2]  # "" if of the whole stage
+                    if name in states and (parameter or same):
                         self._copy(name, states[name], view)
-                    elif SEPARATOR not in name or name.split(SEPARATOR, 1)[1] in parameters:
+                    elif not parameter or parameter in parameters:
                         raise DataError(
                             f"{self.directory}: the state of this optimizer cannot be cut anew",
                             "resume in a swarm with the cut it was trained with",

@@ -30,6 +30,7 @@ from peer.leader import Leader
 from peer.members import Standing
 from peer.observe import Observations
 from peer.on_demand import take_wish
+from peer.places import refuse_another_run
 from peer.publish import Status
 from peer.quorum import Quorum
 from peer.report import ReportWriter, final_report, step_line
@@ -295,15 +296,12 @@ class LeaderProcess:
         data = canonical_bytes(self.config)
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            if path.exists() and path.read_bytes() != data:
-                raise StorageError(
-                    f"{self.run_dir} holds another run", "choose another directory with --dir"
-                )
         except OSError as error:
             raise StorageError(
                 f"cannot use {self.run_dir}: {error.strerror}",
                 "choose another directory with --dir",
             ) from None
+        refuse_another_run(self.run_dir, self.config)
         if self._resume is None:
             checkpoints.has_any(self.run_dir)  # they can be looked for, should a stage be lost
             write_durably(path, data)

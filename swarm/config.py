@@ -44,12 +44,14 @@ from swarm.run_id import canonical_bytes, run_id_of
 __all__ = [
     "MAX_CONFIG_BYTES", "BatchSection", "CheckpointSection", "DataSection", "MemorySection",
     "ModelSection", "OptimizerSection", "RunConfig", "RunSection", "ScheduleSection",
-    "UpdateSection", "ValidationSection", "WireSection", "canonical_bytes", "from_canonical",
+    "UpdateSection", "ValidationSection", "WireSection", "canonical_bytes", "differences",
+    "from_canonical",
     "load_config", "parse_config", "parse_toml", "run_id_of", "with_data_hashes",
     "with_pretrained_hash", "with_trainers",
 ]  # fmt: skip
 
 MAX_CONFIG_BYTES = 64 * 1024
+_MOST_KEYS = 5  # told at once
 
 
 def load_config(path: str | Path) -> RunConfig:
@@ -81,7 +83,7 @@ def parse_toml(text: str, name: str = "run.toml") -> RunConfig:
     """A run.toml's text, checked. Raises ConfigError; messages call it `name`."""
     try:
         data = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # integers of 5,000 digits are no decode error
         raise ConfigError(
             f"{name} is not valid TOML: {error}", "`swarm init` shows the form"
         ) from None
@@ -121,6 +123,18 @@ def from_canonical(data: bytes, expected_run_id: str) -> RunConfig:
             "the run may need another version of swarm-parallel",
         )
     return config
+
+
+def differences(one: RunConfig, other: RunConfig) -> str:
+    """The keys in which two configs differ, as `data.sequence, model.cut`; a few of them."""
+    sections, others = one.model_dump(), other.model_dump()
+    keys = [
+        f"{section}.{key}"
+        for section, values in sections.items()
+        for key, value in values.items()
+        if value != others[section][key]
+    ]
+    return ", ".join(keys[:_MOST_KEYS]) + (", ..." if len(keys) > _MOST_KEYS else "")
 
 
 def with_trainers(config: RunConfig, trainers: Sequence[str]) -> RunConfig:

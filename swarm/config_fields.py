@@ -280,6 +280,8 @@ class OptimizerSection(Section):
             raise ValueError(f'is "{name}", which is neither adamw, sgd nor a class of torch.optim')
         if optimizer is torch.optim.Optimizer or name in ("LBFGS", "SparseAdam"):
             raise ValueError(f'is "{name}", which cannot run from dense gradients alone')
+        if name == "Muon":
+            raise ValueError('is "Muon", which takes matrices only, no bias and no norm')
         return name
 
     @model_validator(mode="after")

@@ -66,6 +66,10 @@ class StorageError(SwarmError):
     exit_code = 6
 
 
+class InUseError(StorageError):
+    """Another process uses it."""
+
+
 class ListenError(SwarmError):
     exit_code = 7
 

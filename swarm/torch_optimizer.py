@@ -58,6 +58,7 @@ class TorchOptimizer(FlatOptimizer):
             "weight_decay": settings.weight_decay,
             "momentum": settings.momentum,
             "nesterov": settings.nesterov,
+            "lambd": 0.0,  # ASGD's own decay, also of what is frozen or not to be decayed
             "foreach": False,
             "fused": False,
         }

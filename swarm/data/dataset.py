@@ -284,7 +284,10 @@ def _too_little(config: RunConfig, dataset: Dataset) -> tuple[str, str]:
     if config.data.source == "pipeline":
         return "the pipeline's training data are empty", "return at least one sample"
     if not dataset.stamps.num_train and dataset.stamps.num_validation:
-        return "all documents went to the validation part", "give more documents"
+        return (
+            "all documents went to the validation part",
+            "give more documents that are unlike each other: equal ones go to the same part",
+        )
     return (
         f"{dataset.stamps.num_train} training tokens are too few for one sequence of "
         f"{config.data.sequence} and its targets",

@@ -9,7 +9,7 @@ between layers passes a seam (see `stage.py`), also inside a stage: another cut 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,6 +27,8 @@ from swarm.model.stage import Batch, ModelPipeline, Stage, seam, spec_of, torch_
 from swarm.spec import ITEM_BYTES, TensorSpec
 from swarm.wire.codecs import MAX_DIMS
 from swarm.wire.frames import MAX_TENSORS
+
+MAX_ITEMS = 1 << 40  # a microbatch may weigh: the sum of a step's stays exact in a float64
 
 
 def _as_tuple(value: Any, who: str) -> tuple[Tensor, ...]:
@@ -79,7 +81,7 @@ class CustomStage(Stage):
         with cast or nullcontext():
             if self.first:
                 self.reseed("(inputs)")
-                tensors = _as_tuple(self.definition.inputs(batch), "inputs")
+                tensors = _as_tuple(self.definition.inputs(dict(batch)), "inputs")
             tensors = tuple(seam(t) for t in tensors)
             for name, run in self.runners.items():
                 tensors = _run_layer(run, name, tensors)
@@ -96,7 +98,7 @@ class CustomStage(Stage):
             return tensors
         self.reseed("(loss)")
         loss = self.definition.loss(tuple(_to_float32(t) for t in tensors), batch)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
+        if not isinstance(loss, Tensor) or loss.numel() != 1 or loss.is_complex():
             raise PipelineError("loss must return one number", "sum the item losses")
         return (loss.float().reshape(()),)
 
@@ -167,7 +169,7 @@ class CustomPipeline(ModelPipeline):
     def _check_weight(self, fields: Mapping[str, np.ndarray], size: int) -> None:
         batch = {n: np.zeros((size, *each.shape[1:]), each.dtype) for n, each in fields.items()}
         try:
-            self.weight(batch)
+            self._trial_weight = self.weight(batch)
         except SwarmError:
             raise
         except Exception as error:  # whatever the user's function raises
@@ -192,7 +194,7 @@ class CustomPipeline(ModelPipeline):
             reason = f"{type(error).__name__}: {error}"
             if "_Seam is a view" in reason:
                 raise PipelineError(
-                    "a layer changes its input in place", "use operations that do not"
+                    "a layer or the loss changes its input in place", "use operations that do not"
                 ) from error
             raise PipelineError(f"the pipeline does not run: {reason}") from error
 
@@ -210,23 +212,25 @@ class CustomPipeline(ModelPipeline):
             }
             before = _buffer_versions(layers)
             stage = CustomStage(self.definition, {}, self.seed, True, False, False, self.autocast)
+            given = _versions(batch.values())
             tensors = stage((), batch)
+            _refuse_changed(given, "inputs changes the batch")
             self._between: list[tuple[TensorSpec, ...]] = []
             for name, module in layers.items():
                 stage = CustomStage(
                     self.definition, {name: module}, self.seed, False, False, False, self.autocast
                 )
-                given = [(tensor, tensor._version) for tensor in (*tensors, *batch.values())]
+                given = _versions((*tensors, *batch.values()))
                 tensors = stage(tensors, batch)
-                if any(tensor._version != version for tensor, version in given):
-                    raise PipelineError(
-                        f"layer {name} changes its input in place", "use operations that do not"
-                    )
+                _refuse_changed(given, f"layer {name} changes its input")
                 self._between.append(tuple(spec_of(t) for t in tensors))
             stage = CustomStage(self.definition, {}, self.seed, False, True, False, self.autocast)
+            given = _versions((*tensors, *batch.values()))
             (loss,) = stage(tensors, batch)
+            _refuse_changed(given, "loss changes what it is given")
             if loss.requires_grad:
                 loss.backward()
+            self._check_gradients(layers, loss)
             for key, version in _buffer_versions(layers).items():
                 if before.get(key) != version:
                     raise PipelineError(
@@ -239,6 +243,18 @@ class CustomPipeline(ModelPipeline):
         self.layer_costs = [
             1 + sum(p.numel() for p in module.parameters()) for module in layers.values()
         ]
+
+    def _check_gradients(self, layers: dict[str, nn.Module], loss: Tensor) -> None:
+        trained = [p for module in layers.values() for p in module.parameters() if p.requires_grad]
+        # The made-up data may be nothing but padding, whose loss depends on nothing.
+        if trained and not loss.requires_grad and self._trial_weight:
+            raise PipelineError(
+                "the loss depends on no parameter, so nothing would be trained",
+                "compute it from the outputs, without detach or no_grad",
+            )
+        for name, module in layers.items():
+            if any(p.grad is not None and p.grad.is_sparse for p in module.parameters()):
+                raise PipelineError(f"layer {name} has sparse gradients", "leave out sparse=True")
 
     def _build_layer(self, name: str, device: str | torch.device) -> nn.Module:
         with seeded(self.seed, "init", name), torch.device("meta" if device == "meta" else "cpu"):
@@ -278,9 +294,20 @@ class CustomPipeline(ModelPipeline):
             items = int(found)
         except (TypeError, ValueError, OverflowError):  # None, NaN, inf
             items = -1
+        if items > MAX_ITEMS:
+            raise PipelineError("weight returned a huge number", f"return at most {MAX_ITEMS}")
         if items != found or items < 0:
             raise PipelineError(f"weight returned {found}", "return a number of items, 0 or more")
         return items
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:
+    return [(tensor, tensor._version) for tensor in tensors]
+
+
+def _refuse_changed(given: list[tuple[Tensor, int]], what: str) -> None:
+    if any(tensor._version != version for tensor, version in given):
+        raise PipelineError(f"{what} in place", "use operations that do not")
 
 
 def _buffer_versions(layers: dict[str, nn.Module]) -> dict[str, tuple[int, int]]:

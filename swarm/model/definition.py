@@ -102,6 +102,8 @@ class Pipeline:
                     "give every field one entry a sample",
                 )
             for name, array in part.items():
+                if not isinstance(name, str):
+                    raise DataError(f"data field {name!r} has no name", "name fields by a text")
                 if str(array.dtype) not in ITEM_BYTES:
                     raise DataError(f"data field {name} has dtype {array.dtype}", "convert it")
             signatures.append({n: (a.shape[1:], a.dtype) for n, a in part.items()})

@@ -24,7 +24,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ed25519, padding, rsa
 
-from swarm.errors import StorageError
+from swarm.errors import InUseError, StorageError
 
 _RSA, _ED25519 = 0, 1
 _MAX_KEY_BYTES = 8192
@@ -141,10 +141,10 @@ def claim_identity(data_dir: str | os.PathLike[str]) -> Identity:
 
 
 def claim_identity_file(path: str | os.PathLike[str]) -> Identity:
-    """This identity and no other. Raises StorageError when another process uses it."""
+    """This identity and no other. Raises InUseError, StorageError."""
     identity = _claim(Path(path))
     if identity is None:
-        raise StorageError(
+        raise InUseError(
             f"the identity {path} is in use by another process", "stop it or use another --identity"
         )
     return identity

@@ -303,13 +303,16 @@ class P2PDaemon:
     async def close(self) -> None:
         """Stop the daemon and remove what it left. Idempotent."""
         self._closing = True
+        if self._process is not None:
+            # While it still has its lifeline: a signal to a child that has gone reaps it, and
+            # asyncio's watcher then misses it, with a warning.
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
         if self._lifeline is not None:
             self._lifeline.close()
         if hasattr(self, "incoming"):
             self.incoming.close()
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.terminate()
             try:
                 async with asyncio.timeout(2.0):
                     await self._process.wait()

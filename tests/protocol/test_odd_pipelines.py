@@ -211,6 +211,23 @@ def test_a_checkpoint_of_torchs_own_optimizers_is_cut_anew(tmp_path: Path, name:
     assert resumed.report()["sha256"] == straight.report()["sha256"]
 
 
+def test_adafactors_state_is_not_cut_anew_and_that_is_said(tmp_path: Path) -> None:
+    """It is of rows and columns, whatever the parameters are laid out like."""
+    settings = SimpleNamespace(**{**vars(OPTIMIZER), "name": "Adafactor"})
+    baseline = Baseline(plan(num_steps=STEPS), pipeline(1), TinyBatches(), settings)
+    list(baseline.steps(2))
+    before = baseline.state.tensors()
+    staging = checkpoints.begin(tmp_path, 2)
+    facts: dict[str, Any] = {"step": 2, "run_id": "0" * 32, "config": {}}
+    whole = Snapshot(2, 2, "", None, {key: each.clone() for key, each in before.items()})
+    entries = [write_state(staging, pipeline(1), 0, whole)]
+    path = checkpoints.complete(staging, {**facts, "stages": entries})
+    again = CheckpointReader(path, pipeline(1), settings).snapshot(0)
+    assert all(torch.equal(each, before[key]) for key, each in again.tensors.items())
+    with pytest.raises(DataError, match="the state of this optimizer cannot be cut anew"):
+        CheckpointReader(path, pipeline(3), settings).snapshot(0)
+
+
 def test_stages_of_another_number_of_updates_do_not_belong_together(tmp_path: Path) -> None:
     baseline = oracle()
     list(baseline.steps(2))

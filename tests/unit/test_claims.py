@@ -1,4 +1,4 @@
-"""When a run that has trained all its steps is over on this machine."""
+"""Whose a run is on this machine, and when one that has trained all its steps is over."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import pytest
 import torch
 
 from peer import checkpoints
-from peer.claims import is_over
+from peer.claims import as_trainer, continued, is_over, led_by
+from peer.disk import FileDisk
+from peer.places import refuse_another_run
+from swarm.config import RunConfig, canonical_bytes, load_config
 from swarm.consensus import Vote
+from swarm.errors import InUseError, StorageError
 from swarm.events import write_status
 from swarm.terms import Ballot, Record, Term
+from tests.process.forks import toml
 
 STEPS = 5
 
@@ -52,3 +57,59 @@ def test_what_is_on_disk(tmp_path: Path) -> None:
     manifest = json.loads((path / checkpoints.MANIFEST).read_text())
     (path / manifest["stages"][0]["file"]).write_bytes(b"")
     assert not is_over(tmp_path, known()), "it is damaged"
+
+
+@pytest.fixture
+def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, RunConfig]:
+    """A run's directory as a leader that has ended left it, and what it led."""
+    for name in ("DATA", "CACHE"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
+    run_dir = tmp_path / "run"
+    config, mine = as_trainer(load_config(toml(tmp_path / "a.toml", steps=2)), run_dir, None)
+    run_dir.mkdir()
+    (run_dir / "run.json").write_bytes(canonical_bytes(config))
+    mine.release()
+    return run_dir, config
+
+
+def test_a_run_goes_on_with_the_identity_it_was_led_with(begun: tuple[Path, RunConfig]) -> None:
+    run_dir, config = begun
+    written = load_config(run_dir.parent / "a.toml")
+    assert continued(written, run_dir) == run_dir
+    refuse_another_run(run_dir, config)
+    again, mine = as_trainer(written, run_dir, None)
+    assert again == config
+    with pytest.raises(InUseError, match=r"another run is led with .* - stop that run"):
+        led_by(run_dir)
+    with pytest.raises(InUseError, match=r"another run is led with .* - stop that run"):
+        as_trainer(written, run_dir, None)
+    disk = FileDisk(run_dir / "trainer")
+    with pytest.raises(InUseError, match="another process leads this run already - watch it with"):
+        led_by(run_dir)
+    disk.close()
+    mine.release()
+    led_by(run_dir).release()
+
+
+def test_what_makes_it_another_run_is_said(
+    begun: tuple[Path, RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir, _ = begun
+    with (run_dir.parent / "corpus.txt").open("a") as corpus:
+        corpus.write("one line more\n" * 500)
+    written = load_config(run_dir.parent / "a.toml")
+    assert continued(written, run_dir) is None
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith(f"{run_dir} is another run (data.train_sha256")
+    assert said.endswith("): this one begins with its state")
+    changed, mine = as_trainer(written, run_dir, None)
+    mine.release()
+    with pytest.raises(StorageError, match=r"holds another run \(data.train_sha256.*\) - choose"):
+        refuse_another_run(run_dir, changed)
+    (run_dir / "run.json").write_bytes(b"{}")
+    with pytest.raises(StorageError, match=r"run holds another run - choose another directory"):
+        refuse_another_run(run_dir, changed)
+    (run_dir / "run.json").unlink()
+    (run_dir / "run.json").mkdir()
+    with pytest.raises(StorageError, match=r"cannot use .*run: Is a directory - choose"):
+        refuse_another_run(run_dir, changed)

@@ -281,6 +281,73 @@ def test_what_is_no_function_of_parameters_and_inputs_is_refused(
         cut_into(1, of=definition(layers=layers))
 
 
+def grow(batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    return batch["x"].mul_(2), batch["y"]
+
+
+def in_place(outputs: tuple[Tensor, ...], batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(outputs[0].mul_(2), batch["y"], reduction="sum")
+
+
+def detached(outputs: tuple[Tensor, ...], batch: dict[str, Tensor]) -> Tensor:
+    return outputs[0].detach().sum()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"inputs": grow}, "^inputs changes the batch in place"),
+        ({"loss": in_place}, "the loss changes its input in place"),
+        ({"loss": detached}, "^the loss depends on no parameter"),
+        ({"loss": lambda outputs, batch: outputs[0].sum() * 1j}, "^loss must return one number"),
+    ],
+)
+def test_functions_that_do_what_no_swarm_can_are_refused(
+    change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PipelineError, match=message):
+        cut_into(1, of=definition(layers={"a": Widen, "b": Narrow}, **change))
+
+
+def test_a_loss_of_nothing_may_depend_on_nothing() -> None:
+    """Data made up to find shapes may be all padding, where a user's loss stops early."""
+
+    def loss(outputs: tuple[Tensor, ...], batch: dict[str, Tensor]) -> Tensor:
+        real = batch["y"] > 0
+        return outputs[0][real].sum() if real.any() else torch.zeros(())
+
+    changes: dict[str, Any] = {"loss": loss, "weight": lambda batch: int((batch["y"] > 0).sum())}
+    cut_into(2, of=definition(layers={"a": Widen, "b": Narrow}, **changes))
+
+
+def test_what_inputs_adds_to_the_batch_is_its_own() -> None:
+    """Only the first stage calls it: elsewhere the loss could not see that."""
+
+    def inputs(batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        batch["more"] = batch["x"]
+        return batch.pop("x"), batch["y"]
+
+    def loss(outputs: tuple[Tensor, ...], batch: dict[str, Tensor]) -> Tensor:
+        assert sorted(batch) == ["x", "y"]
+        return F.cross_entropy(outputs[0], batch["y"], reduction="sum")
+
+    run(cut_into(4, of=definition(inputs=inputs, loss=loss)))
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 8, sparse=True)
+
+    def forward(self, x: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return x + self.embedding(ids), ids
+
+
+def test_sparse_gradients_are_refused() -> None:
+    with pytest.raises(PipelineError, match="layer s has sparse gradients - leave out sparse=True"):
+        cut_into(1, of=definition(layers={"s": Sparse}))
+
+
 def test_layers_without_names_are_refused() -> None:
     with pytest.raises(PipelineError, match="layers is no mapping"):
         definition(layers=[Widen])
@@ -350,6 +417,9 @@ def test_data_that_does_not_fit_is_refused() -> None:
         definition(
             data=lambda: samples(x=np.zeros((32, 8), "complex64"), y=np.zeros(32))
         ).load_data()
+    nameless: dict[Any, Any] = {1: np.zeros(32)}
+    with pytest.raises(DataError, match="data field 1 has no name"):
+        definition(data=lambda: SimpleNamespace(train=nameless, validation=nameless)).load_data()
     for wrong in (lambda: {"train": {}}, lambda: 1 / 0, lambda: SimpleNamespace(train=3)):
         with pytest.raises(DataError, match=r"do not come: \w+Error: .* train and validation are"):
             definition(data=wrong).load_data()
@@ -363,8 +433,9 @@ def test_data_that_does_not_fit_is_refused() -> None:
         (lambda batch: 0.5, "weight returned 0.5 - return a number of items, 0 or more"),
         (lambda batch: -1, "weight returned -1 - return a number of items, 0 or more"),
         (lambda batch: math.nan, "weight returned nan - return a number of items, 0 or more"),
+        (lambda batch: 10**5000, "weight returned a huge number - return at most 1099511627776"),
     ],
-    ids=["raises", "none", "a share", "less than nothing", "nan"],
+    ids=["raises", "none", "a share", "less than nothing", "nan", "huge"],
 )
 def test_a_weight_that_is_no_number_is_refused(weight: Any, says: str) -> None:
     with pytest.raises(PipelineError) as refused:

@@ -192,6 +192,22 @@ def test_torch_optimizer_follows_torch_and_spares_biases_the_decay(name: str) ->
         assert torch.allclose(ours, each, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["ASGD", "RAdam", "Rprop", "Adafactor", "Adadelta", "NAdam"])
+def test_what_is_frozen_stays_as_it_is(name: str) -> None:
+    """It has no gradient, lies behind what is decayed, and no optimizer may shrink it."""
+    module = torch.nn.Linear(4, 4)
+    module.bias.requires_grad_(False)
+    layout = ParameterLayout.of(module)
+    flat = torch.ones(layout.total)
+    gradient = torch.zeros(layout.total)
+    layout.slices(gradient)["weight"].fill_(0.5)
+    optimizer = make_optimizer(Settings(name, weight_decay=0.1), layout)
+    for step in range(1, 4):
+        optimizer.step(flat, gradient, lr=0.1, scale=1.0, step=step)
+    assert torch.equal(layout.slices(flat)["bias"], torch.ones(4))
+    assert not torch.equal(layout.slices(flat)["weight"], torch.ones(4, 4))
+
+
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "RMSprop"])
 def test_a_stage_may_have_no_parameters(name: str) -> None:
     optimizer, nothing = (
