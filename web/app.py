@@ -121,6 +121,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         openapi_url="/api/v1/openapi.json",
+        redirect_slashes=False,  # it would leave the prefix of a reverse proxy
         responses={  # by the guard in front of it (`web.limits`)
             414: {"description": "Path or query too long."},
             429: {"description": "Too many requests."},
