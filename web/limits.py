@@ -1,4 +1,4 @@
-"""What keeps a public page harmless: headers, rates per address, nothing but GET. Plain ASGI.
+"""What keeps a public page harmless: headers, rates per address, nothing but reading. Plain ASGI.
 
 Behind a reverse proxy on this machine uvicorn has put the visitor's address in place (it trusts
 `X-Forwarded-For` from loopback only). Addresses are held in memory for the rates, bounded, and
@@ -43,7 +43,10 @@ class Limits:
 
 
 class Guard:
-    """Wraps an app. Refuses with 405, 414 or 429; adds the headers to everything."""
+    """Wraps an app that knows GET only: a HEAD is a GET whose answer ends with its headers.
+
+    Refuses with 405, 414 or 429; adds the headers to everything.
+    """
 
     def __init__(
         self, app: App, limits: Limits, clock: Callable[[], float] = time.monotonic
@@ -65,18 +68,27 @@ class Guard:
                 message["headers"] = [*message.get("headers", ()), *HEADERS]
             await send(message)
 
+        async def send_head(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                await send_safe(message)
+                # Now that it is complete, `receive` tells of a disconnect, which ends a stream too.
+                await send({"type": "http.response.body"})
+
         client = scope.get("client")
         address = str(client[0]) if client else ""
-        if scope["method"] not in ("GET", "HEAD"):
-            await _refuse(send_safe, 405, b"read only\n", (b"allow", b"GET, HEAD"))
+        answer = send_safe
+        if scope["method"] == "HEAD":
+            scope, answer = {**scope, "method": "GET"}, send_head
+        if scope["method"] != "GET":
+            await _refuse(answer, 405, b"read only\n", (b"allow", b"GET, HEAD"))
         elif len(scope["path"]) > MAX_PATH or len(scope["query_string"]) > MAX_QUERY:
-            await _refuse(send_safe, 414, b"too long\n")
+            await _refuse(answer, 414, b"too long\n")
         elif not self._take(address):
-            await _refuse(send_safe, 429, b"too many requests\n", (b"retry-after", b"5"))
+            await _refuse(answer, 429, b"too many requests\n", (b"retry-after", b"5"))
         elif scope["path"].endswith("/stream"):
-            await self._stream(address, scope, receive, send_safe)
+            await self._stream(address, scope, receive, answer)
         else:
-            await self._app(scope, receive, send_safe)
+            await self._app(scope, receive, answer)
 
     async def _stream(self, address: str, scope: Scope, receive: Receive, send: Send) -> None:
         if self._streams.get(address, 0) >= self._limits.streams:

@@ -189,6 +189,22 @@ def test_nothing_can_be_changed(client: Client, method: str) -> None:
         assert client().request(method, path).status_code == 405
 
 
+@pytest.mark.parametrize(
+    "path", ["/", "/healthz", "/api/v1/status", "/static/app.js", "/metrics", "/nothing", "/peer/x"]
+)
+def test_a_head_is_a_get_without_its_body(client: Client, path: str) -> None:
+    whole, head = client().get(path), client().head(path)
+    assert whole.content
+    assert not head.content
+    assert head.status_code == whole.status_code
+    assert head.headers == whole.headers
+
+
+def test_a_head_counts_as_a_request(client: Client) -> None:
+    limited = client(Limits(rate=0.001, burst=2))
+    assert [limited.head("/healthz").status_code for _ in range(3)] == [200, 200, 429]
+
+
 def test_every_answer_has_the_headers(client: Client) -> None:
     for path in ("/", "/api/v1/status", "/static/app.js", "/nothing", "/api/v1/series?span=x"):
         headers = client().get(path).headers
