@@ -16,7 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import h11
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from swarm.errors import JoinError, ListenError, SwarmError, VersionError
 from swarm.net.directory import DhtDirectory
@@ -176,7 +178,9 @@ async def serve_app(
     server = _Server(
         uvicorn.Config(
             app,
-            log_level="warning",
+            http=_Protocol,
+            log_level="error",  # a warning is what any visitor can cause, as often as they like
+            ws="none",
             access_log=False,
             server_header=False,
             lifespan="off",
@@ -203,3 +207,16 @@ class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+
+class _Protocol(H11Protocol):
+    """uvicorn's, without the tracebacks that any visitor can cause: of a request that turns out to
+    be none while it is answered, uvicorn says so in a second answer, which h11 forbids."""
+
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle:  # what the app still answers goes nowhere
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        with contextlib.suppress(h11.LocalProtocolError):
+            super().send_400_response(msg)
+        self.transport.close()

@@ -60,3 +60,35 @@ def test_a_head_of_the_stream_ends_and_keeps_none_open(
 
     asyncio.run(run())
     assert capfd.readouterr() == ("", "")
+
+
+CHUNKED, NO_CHUNK = b"Transfer-Encoding: chunked", b"zz\r\n"
+WEBSOCKET = (b"Upgrade: websocket", b"Sec-WebSocket-Version: 13",
+             b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==")  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("parts", "status"),
+    [
+        ([b"\x16\r\n\r\n"], b"400"),
+        ([request(b"GET /healthz", b"Connection: upgrade, close", *WEBSOCKET)], b"200"),
+        ([request(b"GET /healthz", CHUNKED) + NO_CHUNK], b"400"),
+        ([request(b"HEAD /healthz", CHUNKED) + NO_CHUNK], b"400"),
+        ([request(b"POST /healthz", CHUNKED) + NO_CHUNK], b"400"),
+        ([request(b"GET /healthz", CHUNKED), NO_CHUNK], b"200"),
+        ([request(b"GET /api/v1/stream", CHUNKED), NO_CHUNK], b"200"),
+    ],
+    ids=["no HTTP", "a websocket", "no body", "none of a HEAD", "none of a POST",
+         "none after the answer", "none amid the answer"],
+)  # fmt: skip
+def test_no_visitor_fills_the_log(
+    parts: list[bytes], status: bytes, capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    async def run() -> None:
+        async with served() as port:
+            assert (await ask(port, *parts)).startswith(b"HTTP/1.1 " + status)
+
+    asyncio.run(run())
+    assert capfd.readouterr() == ("", "")
+    assert not caplog.records, "asyncio has nothing to say either"
