@@ -20,6 +20,7 @@ MAX_FRAMES = 240
 MIN_FRAMES = 30
 MAX_CELLS = 40_000  # replicas in all frames together
 MAX_FEED = 2000
+NEEDS = {"joined": {"replica", "stage"}, "step": {"step"}}  # what tells of a run, and must say so
 _LIFE = "0"
 
 
@@ -52,9 +53,9 @@ class _Fold:
     def take(self, event: Mapping[str, Any]) -> None:
         who = event.get("replica")
         match event["event"]:
-            case "joined" if who and "stage" in event:
-                self.replicas[who] = Replica(
-                    who, int(event["stage"]), "joining", 0, "", 0, "", None, 0, 0.0
+            case "joined":
+                self.replicas[event["replica"]] = Replica(
+                    event["replica"], int(event["stage"]), "joining", 0, "", 0, "", None, 0, 0.0
                 )
             case "admitted":
                 self._stand(who, "serving")
@@ -68,7 +69,7 @@ class _Fold:
             case "left":
                 self.replicas.pop(str(who), None)
             case "step":
-                self.step, self.state = int(event.get("step", 0)) + 1, "training"
+                self.step, self.state = int(event["step"]) + 1, "training"
                 self.loss = event.get("loss", self.loss)
                 self.validation_loss = event.get("validation_loss", self.validation_loss)
             case "validation":
@@ -103,18 +104,19 @@ def record(
 
     Raises DataError when the lines tell of no run.
     """
-    events = [event for line in lines if (event := read_event(line, now)) is not None]
+    found = [event for line in lines if (event := read_event(line, now)) is not None]
+    events = [event for event in found if event.keys() >= NEEDS.get(event["event"], set())]
     events.sort(key=lambda event: event["t"])
-    if not any(event["event"] in ("joined", "step") for event in events):
-        raise DataError("these events tell of no run", "name a directory of a run that has begun")
     status = status or {}
     run = status.get("run") if isinstance(status.get("run"), Mapping) else {}
     first = next((line for line in lines if line.get("event") == "run"), {})
     name = text(run.get("name") or first.get("name"), 80)  # type: ignore[union-attr]
     run_id = text(run.get("id") or first.get("id"), 40)  # type: ignore[union-attr]
-    stages = [int(event["stage"]) for event in events if "stage" in event]
+    stages = [int(event.get("stage", 0)) for event in events]
     num_stages = min(whole(status.get("num_stages"), 256) or max(stages, default=0) + 1, 256)
     events = [event for event in events if 0 <= event.get("stage", 0) < num_stages]
+    if not any(event["event"] in NEEDS for event in events):
+        raise DataError("these events tell of no run", "name a directory of a run that has begun")
     steps = [int(event["step"]) + 1 for event in events if event["event"] == "step"]
     fold = _Fold(whole(status.get("num_steps")) or max(steps, default=0))
     store = Store(":memory:")

@@ -72,7 +72,34 @@ def test_a_long_run_has_no_more_pictures(peers: list[str]) -> None:
     assert len(told.series["t"]) <= 1001
 
 
-@pytest.mark.parametrize("junk", [[], [{"t": NOW, "event": "run"}], [{"t": "x"}, {}]], ids=str)
+HALF = [
+    {"t": NOW, "event": "joined", "stage": 0},
+    {"t": NOW, "event": "joined", "stage": 0, "replica": "nobody"},
+    {"t": NOW, "event": "step", "loss": 1.0},
+    {"t": NOW, "event": "step", "step": "x"},
+    {"t": NOW, "event": "admitted"},
+    {"t": NOW, "event": "left", "stage": -1},
+]
+
+
+def test_lines_that_lack_what_matters_are_left_out(peers: list[str]) -> None:
+    half = [*HALF, {"t": NOW, "event": "joined", "replica": f"{peers[0]}#2"}]
+    told, as_ever = (record(each, None, NOW + 100) for each in (half + lines(peers), lines(peers)))
+    assert told.frames[-1]["picture"]["head"] == as_ever.frames[-1]["picture"]["head"]
+    assert [line["kind"] for line in told.feed].count("joined") == 3
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        [],
+        [{"t": NOW, "event": "run"}],
+        [{"t": "x"}, {}],
+        HALF,
+        [{"t": NOW, "event": "step", "step": 1, "stage": 300}],
+    ],
+    ids=["nothing", "no start", "no events", "half lines", "a stage that cannot be"],
+)
 def test_no_run_is_said(junk: list[dict[str, Any]]) -> None:
     with pytest.raises(DataError, match="tell of no run"):
         record(junk, None, NOW)
