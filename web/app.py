@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fastapi import Depends, FastAPI, HTTPException, Query
+from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from fastapi import Path as PathField
 from fastapi.middleware.gzip import GZipMiddleware
 from fastapi.responses import HTMLResponse, PlainTextResponse, Response
@@ -22,6 +22,7 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 from fastapi.staticfiles import StaticFiles
 from pydantic import BaseModel
 
+from swarm.errors import StorageError
 from swarm.names import friendly_name
 from swarm.net.identity import is_peer_id
 from web import metrics as prometheus
@@ -30,7 +31,7 @@ from web.broadcast import Broadcast
 from web.intake import ACTIVITIES
 from web.limits import Guard, Limits
 from web.render import page, peer_page
-from web.store import RANGES
+from web.store import METRICS, RANGES
 
 STATIC = Path(__file__).parent / "static"
 STALE_S = 60.0
@@ -122,12 +123,19 @@ def create_app(
         redoc_url=None,
         openapi_url="/api/v1/openapi.json",
         redirect_slashes=False,  # it would leave the prefix of a reverse proxy
-        responses={  # by the guard in front of it (`web.limits`)
+        responses={
+            # by the guard in front of it (`web.limits`)
             414: {"description": "Path or query too long."},
             429: {"description": "Too many requests."},
+            503: {"description": "The history cannot be read."},
         },
     )
     board_at = clock
+
+    @app.exception_handler(StorageError)
+    async def no_history(request: Request, error: StorageError) -> Response:
+        """The file became unreadable. It is on a disk of the host, so its name is not told."""
+        return PlainTextResponse("the history cannot be read\n", 503, {"Retry-After": "30"})
 
     def room() -> None:
         if broadcast.full:
@@ -154,7 +162,10 @@ def create_app(
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def first_paint() -> HTMLResponse:
-        series = board.store.series("1h", board_at())
+        try:
+            series = board.store.series("1h", board_at())
+        except StorageError:  # the present can be shown without the past
+            series = {name: [] for name in ("t", *METRICS)}
         html = page(picture(), series, broadcast.number, board_at(), _versions())
         return HTMLResponse(html, headers={"Cache-Control": "no-store"})
 

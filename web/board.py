@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sqlite3
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from swarm.errors import StorageError
 from swarm.names import friendly_name
 from swarm.words import count_text, duration_text, event_text
 from web.health import Health, Stage, bottleneck, counts_text, judge, neediest
-from web.intake import Notes, Observation, PeerReport, Replica, Wanted
+from web.intake import Notes, Observation, PeerReport, Replica, Wanted, whole
 from web.store import Store
 
 RECENT_S = 60.0
@@ -50,7 +50,11 @@ class Board:
         self._traffic: list[tuple[float, float]] = []  # raw, wire bytes a second, per boundary
         self._totals: tuple[str, float, tuple[tuple[int, int], ...]] | None = None
         self._feed: deque[dict[str, Any]] = deque(maxlen=NUM_FEED)
-        self._contributors: list[dict[str, Any]] = []
+        self._contributors = self._top()
+        self._cursor = {
+            "after": whole(store.get("after")) or 0,
+            "life": str(store.get("life", "")),
+        }
         self._counted_at = 0.0
         self._pruned_at = 0.0
         for event in reversed(store.events(limit=NUM_FEED * 4)):
@@ -61,7 +65,7 @@ class Board:
     @property
     def cursor(self) -> dict[str, Any]:
         """What to ask the leader for: the `after` and `life` of its last answer."""
-        return {"after": self.store.get("after", 0), "life": self.store.get("life", "")}
+        return dict(self._cursor)
 
     def leader(self, seen: Observation, now: float) -> None:
         """A leader has answered at `now`. What the disk refuses is shown, and not kept."""
@@ -72,24 +76,23 @@ class Board:
         events = [self._placed(event) for event in seen.events if event["event"] != "run"]
         try:
             self._keep(seen, events, now)
-        except sqlite3.Error as error:
+        except StorageError as error:
             self.store.forget()
-            self.notes.add(f"the dashboard's disk refuses: {error}")
+            self.notes.add(error.message)
         present = {row.incarnation for row in seen.replicas}
         for known in (self._reports, self._shares, self._stages):
             for name in [name for name in known if name not in present]:
                 del known[name]
 
     def _keep(self, seen: Observation, events: Sequence[Mapping[str, Any]], now: float) -> None:
-        """Add an answer to the history, as a whole or not at all. Raises sqlite3.Error."""
+        """Add an answer to the history, as a whole or not at all. Raises StorageError."""
         store = self.store
         for event in events:
             if event["event"] == "step":
-                self._step(event)
+                store.add(event["t"], {"loss": event.get("loss"), "tokens_per_s": _rate(event)})
             elif event["event"] == "validation" and "loss" in event:
                 store.add(event["t"], {"validation_loss": event["loss"]})
-        for event in store.add_events(each for each in events if each["event"] not in NEWS):
-            self._remember(event)
+        kept = store.add_events(each for each in events if each["event"] not in NEWS)
         traffic = [sum(each) for each in zip(*self._traffic, strict=True)] or [None, None]
         serving = sum(row.standing == "serving" for row in seen.replicas)
         store.add(
@@ -105,12 +108,20 @@ class Board:
             store.count(seen.life, row.incarnation, row.counted, now)
         store.put("after", seen.after)
         store.put("life", seen.life)
-        if now - self._counted_at > 5.0:
-            self._counted_at, self._contributors = now, self._top()
         if now - self._pruned_at > 60.0:
             self._pruned_at = now
             store.prune(now)
         store.commit()
+        # Only now: what is not kept is told again, by the next answer.
+        self._cursor = {"after": seen.after, "life": seen.life}
+        for event in kept:
+            self._remember(event)
+        for event in events:
+            if event["event"] == "step" and event.get("wall_s"):
+                self._steps.append((event["t"], float(event["wall_s"])))
+        if now - self._counted_at > 5.0:
+            self._counted_at = now
+            self._contributors = self._top()
 
     def peer(self, incarnation: str, report: PeerReport, now: float) -> None:
         """A replica has told of itself. One that the leader does not list is not believed."""
@@ -128,7 +139,7 @@ class Board:
         if min(spent) < 0 or not 0 < total < 600:
             return
         self._shares[incarnation] = tuple(round(each / total, 2) for each in spent)
-        with contextlib.suppress(sqlite3.Error):  # the next word of the leader says so
+        with contextlib.suppress(StorageError):  # the next word of the leader says so
             self.store.add_activity(now, peer, spent)
 
     def announced(self, peer: str, version: str, name: str) -> None:
@@ -141,15 +152,8 @@ class Board:
             if len(self._announced) > 4096:
                 self._announced.clear()
             self._announced[peer] = (version, name)
-            with contextlib.suppress(sqlite3.Error):
+            with contextlib.suppress(StorageError):
                 self.store.name(peer, name)
-
-    def _step(self, event: Mapping[str, Any]) -> None:
-        wall_s, tokens = event.get("wall_s"), event.get("tokens")
-        rate = tokens / wall_s if wall_s and tokens and wall_s > 0 else None
-        self.store.add(event["t"], {"loss": event.get("loss"), "tokens_per_s": rate})
-        if wall_s:
-            self._steps.append((event["t"], float(wall_s)))
 
     def _placed(self, event: Mapping[str, Any]) -> Mapping[str, Any]:
         """With the stage of its replica, as far as that is known."""
@@ -239,7 +243,7 @@ class Board:
             return {
                 "head": {**head, "name": "", "step": 0, "num_steps": 0},
                 "stages": [], "flows": [], "replicas": {}, "feed": list(self._feed),
-                "samples": [], "contributors": self._top(), "help": self._help(None, ()),
+                "samples": [], "contributors": self._contributors, "help": self._help(None, ()),
             }  # fmt: skip
         facts = self._stage_facts(seen)
         slow = bottleneck(facts)
@@ -418,6 +422,12 @@ def summary(snapshot: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("Peers", f"{head.get('serving', 0)} of {head.get('peers', 0)}"),
         ("Time left", duration_text(eta) if eta else "–"),
     ]
+
+
+def _rate(step: Mapping[str, Any]) -> float | None:
+    """Tokens per second of a committed step."""
+    wall_s, tokens = step.get("wall_s"), step.get("tokens")
+    return tokens / wall_s if wall_s and tokens and wall_s > 0 else None
 
 
 def _digits(value: float | None, digits: int = 5) -> float | None:

@@ -8,13 +8,17 @@ resolution at once (sum, count), so nothing has to be computed again when a day 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import sqlite3
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from swarm.errors import StorageError
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 METRICS = (
     "loss", "validation_loss", "tokens_per_s", "raw_bps", "wire_bps", "utilisation", "peers",
@@ -40,33 +44,77 @@ CREATE TABLE IF NOT EXISTS contributors (peer TEXT PRIMARY KEY, counted INTEGER,
 CREATE TABLE IF NOT EXISTS activity (bucket INTEGER, peer TEXT, seconds TEXT,
   PRIMARY KEY (bucket, peer)) WITHOUT ROWID;
 """
+COLUMNS = """SELECT t.name, c.name, c.pk FROM sqlite_master t, pragma_table_info(t.name) c
+  WHERE t.type = 'table' AND t.name NOT LIKE 'sqlite_%'"""
+
+
+def _of_a_file(
+    method: Callable[Concatenate[Store, P], T],
+) -> Callable[Concatenate[Store, P], T]:
+    """What the file refuses, or holds and nobody can have kept in it, is a StorageError."""
+
+    @functools.wraps(method)
+    def told(self: Store, *args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(self, *args, **kwargs)
+        except (sqlite3.Error, OSError) as error:
+            what = str(error)
+        except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError):
+            what = "it is damaged"
+        raise StorageError(
+            f"cannot use {self.path} for the dashboard: {what}",
+            "move it away to begin a new one, or name another directory with --data-dir",
+        )
+
+    return told
 
 
 class Store:
-    """One file, one writer. `path` may be `:memory:`. Raises StorageError when it cannot be used.
+    """One file, one writer. `path` may be `:memory:`. Everything but `close` and `forget` raises
+    StorageError when the file cannot be used, or is damaged.
 
     Changes are kept with `commit`; what was not committed is lost with the process, as a whole.
     """
 
+    @_of_a_file
     def __init__(self, path: str | Path) -> None:
+        self.path = path
+        if str(path) != ":memory:":
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
+        self._db = sqlite3.connect(path, check_same_thread=False, isolation_level="DEFERRED")
         try:
-            if str(path) != ":memory:":
-                Path(path).parent.mkdir(parents=True, exist_ok=True)
-            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level="DEFERRED")
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute("PRAGMA journal_size_limit=4194304")
             self._db.executescript(SCHEMA)
-        except (sqlite3.Error, OSError) as error:
-            raise StorageError(
-                f"cannot use {path} for the dashboard: {error}", "name another with --data-dir"
-            ) from None
+            self._check()
+        except BaseException:
+            self._db.close()
+            raise
+
+    def _check(self) -> None:
+        """Read everything once: a damaged file is told of now, and not by a page some day."""
+        (found,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise ValueError(found)
+        with contextlib.closing(sqlite3.connect(":memory:")) as new:
+            new.executescript(SCHEMA)
+            if set(self._db.execute(COLUMNS)) != set(new.execute(COLUMNS)):
+                raise sqlite3.DatabaseError("its tables are not those of this version")
+        for (value,) in self._db.execute("SELECT value FROM meta"):
+            json.loads(value)
+        for (seconds,) in self._db.execute("SELECT seconds FROM activity"):
+            _seconds(seconds)
+        self.events(limit=-1)
+        self.contributors(limit=-1)
+        self.series("all", 0.0)
 
     def close(self) -> None:
         self._db.close()
 
+    @_of_a_file
     def commit(self) -> None:
-        """Keep what was added. Raises sqlite3.Error when the disk refuses, as every change may."""
+        """Keep what was added."""
         self._db.commit()
 
     def forget(self) -> None:
@@ -76,17 +124,20 @@ class Store:
 
     # ---- small facts ----------------------------------------------------------------------------
 
+    @_of_a_file
     def get(self, key: str, default: Any = None) -> Any:
         """What `put` kept under this key."""
         row = self._db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
         return default if row is None else json.loads(row[0])
 
+    @_of_a_file
     def put(self, key: str, value: Any) -> None:
         """Keep a JSON value."""
         self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
 
     # ---- series ---------------------------------------------------------------------------------
 
+    @_of_a_file
     def add(self, t: float, values: Mapping[str, float | None]) -> None:
         """Add what was measured at `t`; None is nothing."""
         rows = [
@@ -101,6 +152,7 @@ class Store:
             rows,
         )
 
+    @_of_a_file
     def series(self, span: str, now: float) -> dict[str, list[float | None]]:
         """`{"t": […], metric: […], …}` of the last `1h`, `6h`, `1d`, or of all; ≤ 1000 points."""
         oldest = self._db.execute("SELECT min(bucket) FROM series WHERE level = 3").fetchone()[0]
@@ -119,8 +171,9 @@ class Store:
         found: dict[int, list[float | None]] = {}
         for at, metric, value in self._db.execute(
             "SELECT bucket / ?1, metric, sum(sum) / sum(count) FROM series "
-            "WHERE level = ?2 AND bucket >= ?3 GROUP BY 1, 2 ORDER BY 1 DESC LIMIT ?4",
-            (factor, level, int(since // bucket), MAX_POINTS * len(METRICS)),
+            "WHERE level = ?2 AND bucket >= ?3 AND metric < ?4 "
+            "GROUP BY 1, 2 ORDER BY 1 DESC LIMIT ?5",
+            (factor, level, int(since // bucket), len(METRICS), MAX_POINTS * len(METRICS)),
         ):
             found.setdefault(at, [None] * len(METRICS))[metric] = value
         times = sorted(found)
@@ -133,6 +186,7 @@ class Store:
 
     # ---- events ---------------------------------------------------------------------------------
 
+    @_of_a_file
     def add_events(self, events: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Keep events as `web.intake` gave them; returns them with their numbers, `n`."""
         kept = []
@@ -144,6 +198,7 @@ class Store:
             kept.append({"n": added.lastrowid, **event})
         return kept
 
+    @_of_a_file
     def events(
         self, *, before: int | None = None, after: int = 0, peer: str | None = None, limit: int = 50
     ) -> list[dict[str, Any]]:
@@ -159,8 +214,9 @@ class Store:
             f"SELECT n, data FROM events WHERE {' AND '.join(wheres)} ORDER BY n DESC LIMIT ?",
             (*values, limit),
         )
-        return [{"n": n, **json.loads(data)} for n, data in rows]
+        return [_event(n, data) for n, data in rows]
 
+    @_of_a_file
     def marks(self, kinds: Sequence[str], since: float, limit: int = 200) -> list[dict[str, Any]]:
         """The last events of these kinds, oldest first."""
         signs = ",".join("?" * len(kinds))
@@ -169,10 +225,11 @@ class Store:
             "ORDER BY n DESC LIMIT ?",
             (*kinds, since, limit),
         ).fetchall()
-        return [{"n": n, **json.loads(data)} for n, data in reversed(rows)]
+        return [_event(n, data) for n, data in reversed(rows)]
 
     # ---- who has done how much ------------------------------------------------------------------
 
+    @_of_a_file
     def count(self, life: str, incarnation: str, counted: int, now: float) -> int:
         """A leader of this life says how much a replica has done; returns what is new of it."""
         row = self._db.execute(
@@ -192,10 +249,12 @@ class Store:
             )
         return new
 
+    @_of_a_file
     def name(self, peer: str, name: str) -> None:
         """A contributor wants to be named so (or, with none, not at all)."""
         self._db.execute("UPDATE contributors SET name = ? WHERE peer = ?", (name, peer))
 
+    @_of_a_file
     def contributors(self, limit: int = 50, offset: int = 0) -> list[dict[str, Any]]:
         """Those who have done most, first."""
         rows = self._db.execute(
@@ -203,34 +262,32 @@ class Store:
             "ORDER BY counted DESC, peer LIMIT ? OFFSET ?",
             (limit, offset),
         )
-        keys = ("peer", "counted", "name", "first", "last")
-        return [dict(zip(keys, row, strict=True)) for row in rows]
+        return [_contributor(*row) for row in rows]
 
+    @_of_a_file
     def contributor(self, peer: str) -> dict[str, Any] | None:
         """One of them."""
         row = self._db.execute(
             "SELECT peer, counted, name, first, last FROM contributors WHERE peer = ?", (peer,)
         ).fetchone()
-        return (
-            dict(zip(("peer", "counted", "name", "first", "last"), row, strict=True))
-            if row
-            else None
-        )
+        return _contributor(*row) if row else None
 
     # ---- how time was spent ---------------------------------------------------------------------
 
+    @_of_a_file
     def add_activity(self, t: float, peer: str, seconds: Sequence[float]) -> None:
         """`peer` has spent these seconds, by activity, up to `t`."""
         key = (int(t // ACTIVITY_BUCKET_S), peer)
         row = self._db.execute(
             "SELECT seconds FROM activity WHERE bucket = ? AND peer = ?", key
         ).fetchone()
-        before = json.loads(row[0]) if row else [0.0] * len(seconds)
+        before = _seconds(row[0]) if row else [0.0] * len(seconds)
         total = [round(a + b, 2) for a, b in zip(before, seconds, strict=True)]
         self._db.execute(
             "INSERT OR REPLACE INTO activity VALUES (?, ?, ?)", (*key, json.dumps(total))
         )
 
+    @_of_a_file
     def activity(self, now: float, span_s: float = 600.0) -> dict[str, Any]:
         """`{"t": […], "peers": {peer: [[seconds by activity] or None, …]}}`, oldest first."""
         last = int(now // ACTIVITY_BUCKET_S)
@@ -244,12 +301,13 @@ class Store:
             if peer not in peers and len(peers) >= MAX_ACTIVITY_PEERS:
                 continue
             row = peers.setdefault(peer, [None] * (last - first + 1))
-            row[bucket - first] = json.loads(seconds)
+            row[bucket - first] = _seconds(seconds)
         times = [bucket * ACTIVITY_BUCKET_S for bucket in range(first, last + 1)]
         return {"t": times, "peers": peers}
 
     # ---- retention ------------------------------------------------------------------------------
 
+    @_of_a_file
     def prune(self, now: float) -> None:
         """Forget what is too old or too much. Cheap; call it every minute or so."""
         for level, (bucket, life) in enumerate(LEVELS):
@@ -268,6 +326,25 @@ class Store:
             "ORDER BY counted DESC, peer LIMIT -1 OFFSET ?)",
             (MAX_CONTRIBUTORS,),
         )
+
+
+def _event(n: int, data: str) -> dict[str, Any]:
+    event = json.loads(data)
+    return {"n": n, **event, "t": float(event["t"]), "event": str(event["event"])}
+
+
+def _contributor(peer: str, counted: int, name: str, first: float, last: float) -> dict[str, Any]:
+    return {
+        "peer": str(peer),
+        "counted": int(counted),
+        "name": str(name),
+        "first": float(first),
+        "last": float(last),
+    }
+
+
+def _seconds(data: str) -> list[float]:
+    return [float(each) for each in json.loads(data)]
 
 
 def _peer(incarnation: object) -> str | None:

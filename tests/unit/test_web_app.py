@@ -205,6 +205,25 @@ def test_a_head_counts_as_a_request(client: Client) -> None:
     assert [limited.head("/healthz").status_code for _ in range(3)] == [200, 200, 429]
 
 
+@pytest.mark.parametrize("damage", ["DROP TABLE {}", "UPDATE {} SET {} = '{{'"])
+def test_a_history_that_is_damaged_meanwhile_costs_the_past_only(
+    shown: Board, client: Client, peers: list[str], damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    get = client().get
+    broken = {"series": "sum", "events": "data", "contributors": "first", "activity": "seconds"}
+    for table, column in broken.items():
+        shown.store._db.execute(damage.format(table, column))
+    for path in ("events", "contributors", f"peers/{peers[0]}", "timeline"):
+        answered = get(f"/api/v1/{path}")
+        assert (answered.status_code, answered.text) == (503, "the history cannot be read\n"), path
+    for path in ("/", "/api/v1/status", "/api/v1/peers", "/metrics", "/healthz"):
+        assert get(path).status_code == 200, path
+    assert tell(shown, answer([row(peers[0], 0)], step=9), NOW + 20)
+    assert shown.snapshot(NOW + 20)["head"]["step"] == 9
+    assert shown.cursor
+    assert not [record for record in caplog.records if record.name != "httpx"]
+
+
 def test_every_answer_has_the_headers(client: Client) -> None:
     for path in ("/", "/api/v1/status", "/static/app.js", "/nothing", "/api/v1/series?span=x"):
         headers = client().get(path).headers

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -117,6 +119,77 @@ def test_a_disk_that_refuses_costs_the_history_and_not_the_page(tmp_path: Path) 
     assert tell(shown, answer([row(peers[0], 0)], after=9), NOW + 1)
     assert shown.cursor["after"] == 9
     assert _done(shown) == {peers[0]: 10}
+
+
+def test_events_that_are_told_again_are_shown_once(tmp_path: Path) -> None:
+    peers = peer_ids(tmp_path, 1)
+    shown = board(Store(tmp_path / "x.sqlite"))
+    with contextlib.closing(sqlite3.connect(tmp_path / "x.sqlite", isolation_level=None)) as other:
+        other.execute(
+            "CREATE TRIGGER full BEFORE INSERT ON meta BEGIN SELECT RAISE(FAIL, 'no'); END"
+        )
+        events = [
+            {"t": NOW, "event": "joined", "replica": f"{peers[0]}#00ff", "stage": 0},
+            {"t": NOW, "event": "step", "step": 1, "loss": 3.0, "tokens": 10, "wall_s": 1.0},
+        ]
+        for second in range(3):
+            assert tell(shown, answer([row(peers[0], 0)], events=events, after=9), NOW + second)
+        assert shown.cursor["after"] == 0
+        other.execute("DROP TRIGGER full")
+    tell(shown, answer([row(peers[0], 0)], events=events, after=9), NOW + 3)
+    assert shown.cursor["after"] == 9
+    assert [line["kind"] for line in shown.snapshot(NOW + 3)["feed"]] == ["joined"]
+    assert len(shown.store.events()) == 1
+
+
+DAMAGE = {
+    "a value": "UPDATE meta SET value = '{'",
+    "an event": "UPDATE events SET data = '[1]'",
+    "an event's time": 'UPDATE events SET data = \'{"t": "x", "event": "left"}\'',
+    "a contributor": "UPDATE contributors SET first = 'x'",
+    "activity": "UPDATE activity SET seconds = '{\"a\": 1}'",
+    "another table": "DROP TABLE lives; CREATE TABLE lives (a, b)",
+}
+
+
+def kept(path: Path) -> None:
+    """A history with something of everything."""
+    (peer,) = peer_ids(path.parent, 1)
+    store = Store(path)
+    shown = board(store)
+    events = [{"t": NOW, "event": "left", "replica": f"{peer}#1", "reason": "x" * 150}] * 200
+    tell(shown, answer([row(peer, 0)], events=events))
+    store.add_activity(NOW, peer, [1.0] * 5)
+    store.commit()
+    store.close()
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_file_is_said_in_a_line(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "x.sqlite"
+    kept(path)
+    Store(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        other.executescript(damage)
+    with pytest.raises(StorageError, match=r"cannot use .*x\.sqlite.* move it away"):
+        Store(path)
+
+
+def test_so_are_pages_that_are_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "x.sqlite"
+    kept(path)
+    whole = path.read_bytes()
+    assert len(whole) > 10 * 4096
+    path.write_bytes(whole[:8192] + b"\xa5" * (len(whole) - 8192))
+    with pytest.raises(StorageError, match=r"cannot use .*x\.sqlite.*damaged.* move it away"):
+        Store(path)
+
+
+def test_another_version_may_have_kept_more_series() -> None:
+    store = Store(":memory:")
+    store.add(NOW, {"loss": 1.0})
+    store._db.execute("INSERT INTO series VALUES (0, ?, ?, 1, 1.0)", (NOW // 2, len(METRICS)))
+    assert store.series("1h", NOW)["loss"] == [1.0]
 
 
 def test_a_path_that_cannot_be_used_is_said_in_a_line(tmp_path: Path) -> None:
