@@ -27,3 +27,10 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         return self.numel * ITEM_BYTES[self.dtype]
+
+
+def token_dtype(vocab_size: int) -> str:
+    """Narrowest dtype tokens of this vocabulary ride in: it is what the call header costs."""
+    if vocab_size <= 2**8:
+        return "uint8"
+    return "uint16" if vocab_size <= 2**16 else "int32"

@@ -13,7 +13,7 @@ from swarm.data.dataset import (
     prepare_data,
 )
 from swarm.data.prepare import default_cache_dir
-from swarm.data.tokenizer import Tokenizer, byte_tokenizer, token_dtype
+from swarm.data.tokenizer import Tokenizer, byte_tokenizer
 
 __all__ = [
     "Batch",
@@ -25,5 +25,4 @@ __all__ = [
     "default_cache_dir",
     "language_batch_spec",
     "prepare_data",
-    "token_dtype",
 ]

@@ -21,10 +21,10 @@ import numpy as np
 from swarm.data.order import permuted
 from swarm.data.prepare import Report, default_cache_dir, prepare_tokens
 from swarm.data.shards import SHARD_BYTES, TokenReader
-from swarm.data.tokenizer import Tokenizer, token_dtype
+from swarm.data.tokenizer import Tokenizer
 from swarm.errors import DataError
 from swarm.local_path import expanded
-from swarm.spec import TensorSpec
+from swarm.spec import TensorSpec, token_dtype
 
 if TYPE_CHECKING:
     from swarm.config import RunConfig

@@ -33,10 +33,10 @@ from swarm.data.tokenizer import (
     byte_tokenizer,
     load_bpe,
     load_pretrained,
-    token_dtype,
     train_bpe,
 )
 from swarm.errors import DataError, StorageError
+from swarm.spec import token_dtype
 
 _FORMAT = 1
 _RACY_S = 3.0

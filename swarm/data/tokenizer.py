@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from swarm.errors import DataError
+from swarm.spec import token_dtype
 
 if TYPE_CHECKING:
     import tokenizers
@@ -29,13 +30,6 @@ _PRETRAINED_FILES = (
     TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
 )  # fmt: skip
 _MAX_TRAINING_BYTES = 64 * 2**20  # of text that the BPE learns from
-
-
-def token_dtype(vocab_size: int) -> str:
-    """Narrowest dtype tokens of this vocabulary ride in: it is what the call header costs."""
-    if vocab_size <= 2**8:
-        return "uint8"
-    return "uint16" if vocab_size <= 2**16 else "int32"
 
 
 class Tokenizer:

@@ -33,17 +33,12 @@ from swarm.model.hf_config import (
 from swarm.model.hf_weights import allocate, draw, load
 from swarm.model.stage import Batch, ModelPipeline, Stage, torch_dtype
 from swarm.model.subspace import FROZEN_SCALE, Basis, constrain, fold
-from swarm.spec import TensorSpec
+from swarm.spec import TensorSpec, token_dtype
 
 if TYPE_CHECKING:
     from swarm.config import RunConfig
 
 IGNORED = -100  # torch's own mark for a target without a loss
-
-
-def token_dtype(vocab_size: int) -> str:
-    """The narrowest dtype that holds every token id."""
-    return "uint8" if vocab_size <= 2**8 else "uint16" if vocab_size <= 2**16 else "int32"
 
 
 def token_loss(logits: Tensor, batch: Batch) -> Tensor:

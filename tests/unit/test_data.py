@@ -27,12 +27,12 @@ from swarm.data import (
     language_batch_spec,
     prepare_data,
     sources,
-    token_dtype,
 )
 from swarm.data import build_dataset as build
 from swarm.data.order import permuted
 from swarm.data.tokenizer import END_OF_TEXT, load_pretrained, train_bpe
 from swarm.errors import DataError, StorageError
+from swarm.spec import token_dtype
 
 TEXT = "".join(f"line {i} of a small text, naïve and plain \U0001f600\n" for i in range(400))
 
