@@ -7,8 +7,9 @@ never allocated. From a directory only the stage's tensors are read.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Mapping
+import math
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from swarm.errors import ConfigError, PipelineError
-from swarm.model.hf_config import quiet
+from swarm.model.hf_config import decoder_config, quiet
+from swarm.model.hf_files import WeightFiles
 from swarm.model.randomness import derive_seed
+
+CHECK_CONFIG = "check that its config.json belongs to its weights"
 
 
 def allocate(model: nn.Module) -> None:
@@ -47,95 +51,123 @@ def draw(model: Any, seed: int) -> None:
             raise PipelineError(f"{type(model).__name__} does not initialise {name}")
 
 
-def load(model: Any, directory: str | Path, copied: Mapping[str, str] | None = None) -> None:
+def load(
+    model: Any,
+    directory: Path,
+    copied: Mapping[str, str] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:
     """Fills a carved model's parameters and buffers from a Hugging Face directory. Raises
     ConfigError.
 
-    `copied` names parameters that take another's weight: {their name: whose}.
+    `copied` names parameters that take another's weight: {their name: whose}. `dtype` is what the
+    model computes in: a number that is infinite there is refused as one that is so in the file.
     """
     copied = copied or {}
-    names = {name: copied.get(name, name) for name, _ in model.named_parameters()}
-    source = _tensors_in(Path(directory), names.values())
+    source = _tensors_in(directory, model, copied)
     for name, parameter in model.named_parameters():
-        _fill(name, parameter, source.get(names[name]), directory)
-    _fill_buffers(model, source, directory)
+        _fill(name, parameter, source.get(copied.get(name, name)), directory, dtype)
+    _fill_buffers(model, source, directory, dtype)
 
 
-def load_buffers(model: Any, directory: str | Path) -> None:
+def load_buffers(model: Any, directory: Path) -> None:
     """What `load` does, of the buffers alone. Raises ConfigError."""
-    names = [name for name, _ in model.named_parameters()]
-    _fill_buffers(model, _tensors_in(Path(directory), names), directory)
+    _fill_buffers(model, _tensors_in(directory, model, {}), directory, torch.float32)
 
 
-def _fill_buffers(model: Any, source: Mapping[str, Tensor], directory: str | Path) -> None:
+def check_weights(model: Any, directory: Path, layers: str, copied: Mapping[str, str]) -> None:
+    """Raises ConfigError where the headers of the files tell that `load` would, of any stage, or
+    that they have layers that the whole model lacks; `layers` is the path of its own."""
+    files = WeightFiles(directory)
+    _check_layers(model, layers, files)
+    _check_headers(model, files, copied, directory)
+
+
+def _check_layers(model: Any, layers: str, names: Iterable[str]) -> None:
+    """Weights of further layers belong to a larger model than the config tells of, unless the
+    family has those that predict further tokens there."""
+    text = decoder_config(model.config)
+    spared = model._keys_to_ignore_on_load_unexpected or ()
+    predicting = getattr(text, "num_nextn_predict_layers", None) or 0
+    bare = layers.removeprefix(f"{model.base_model_prefix}.")  # as the model without its head saves
+    numbered = re.compile(rf"(?:{re.escape(layers)}|{re.escape(bare)})\.(\d+)\.")
+    count = text.num_hidden_layers
+    for name in names:
+        found = numbered.match(name)
+        if found is None or int(found[1]) < count + predicting:
+            continue
+        if not any(re.search(pattern, name) for pattern in spared):
+            raise ConfigError(
+                f"the weights have {name} but config.json only {count} layers", CHECK_CONFIG
+            )
+
+
+def _check_headers(
+    model: Any, files: WeightFiles, copied: Mapping[str, str], directory: Path
+) -> bool:
+    """Whether the files have the names that the model has. If so, shapes and dtypes are checked."""
+    names = {name: copied.get(name, name) for name, _ in model.named_parameters()}
+    if not all(name in files for name in names.values()):
+        files.check_floating(name for name in files if name.endswith(".weight"))
+        return False
+    for name, parameter in model.named_parameters():
+        if files.headers[names[name]].shape != parameter.shape:
+            raise _unfit(name, parameter, directory)
+    state = model.state_dict().items()
+    learned = [name for name, each in state if each.is_floating_point() and name in files]
+    files.check_floating([*names.values(), *learned])
+    return True
+
+
+def _fill_buffers(
+    model: Any, source: Mapping[str, Tensor], directory: Path, dtype: torch.dtype
+) -> None:
     """Those that are saved hold what was learned elsewhere and stays: the bias of a router, the
     scale of a layer. One that was not saved is what its family makes it."""
     persistent = model.state_dict().keys()
     for name, buffer in model.named_buffers():
         if name in persistent and name in source:
-            _fill(name, buffer, source[name], directory)
+            _fill(name, buffer, source[name], directory, dtype)
 
 
-def _fill(name: str, target: Tensor, tensor: Tensor | None, directory: str | Path) -> None:
+def _fill(
+    name: str, target: Tensor, tensor: Tensor | None, directory: Path, dtype: torch.dtype
+) -> None:
     if tensor is None or tensor.shape != target.shape:
-        raise ConfigError(
-            f"{directory} has no weights for {name} of shape {tuple(target.shape)}",
-            "check that its config.json belongs to its weights",
-        )
+        raise _unfit(name, target, directory)
     with torch.no_grad():
         target.copy_(tensor)
+    if not target.is_floating_point() or not target.numel():
+        return
+    low, high = (float(each) for each in torch.aminmax(target.detach()))  # NaN if there is one
+    most = torch.finfo(dtype).max
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise ConfigError(
+            f"{directory}: {name} has NaN or infinity", "copy it again, or use another model"
+        )
+    if low < -most or high > most:
+        raise ConfigError(
+            f"{directory}: {name} has numbers too large for {str(dtype).removeprefix('torch.')}",
+            'set model.dtype to "float32"',
+        )
 
 
-def _tensors_in(directory: Path, names: Iterable[str]) -> Mapping[str, Tensor]:
+def _unfit(name: str, target: Tensor, directory: Path) -> ConfigError:
+    what = f"{directory} has no weights for {name} of shape {tuple(target.shape)}"
+    return ConfigError(what, CHECK_CONFIG)
+
+
+def _tensors_in(directory: Path, model: Any, copied: Mapping[str, str]) -> Mapping[str, Tensor]:
     """The tensors of a directory, by the names that its model has."""
-    files = _Files(directory)
-    if all(name in files for name in names):
+    files = WeightFiles(directory)
+    if _check_headers(model, files, copied, directory):
         return files
     # Names differ between file and model (prefixes, fused experts): let transformers convert, at
     # the price of the whole model in memory for a moment.
     return _converted(directory)
 
 
-class _Files(Mapping[str, Tensor]):
-    """What the safetensors files of a directory hold, read when it is asked for."""
-
-    def __init__(self, directory: Path) -> None:
-        from safetensors import safe_open
-
-        index, single = (directory / f"model.safetensors{suffix}" for suffix in (".index.json", ""))
-        self._files: dict[str, Path] = {}
-        if index.is_file():
-            try:
-                held = json.loads(index.read_text())["weight_map"].items()
-                self._files = {name: directory / file for name, file in held}
-            except (ValueError, KeyError, TypeError, AttributeError):
-                what = f"{index} does not say which file holds what"
-                raise ConfigError(what, "save it with save_pretrained") from None
-        elif single.is_file():
-            with safe_open(single, "pt") as opened:
-                self._files = dict.fromkeys(opened.keys(), single)
-        else:
-            what = f"no model.safetensors in {directory}"
-            raise ConfigError(what, "save it with save_pretrained")
-
-    def __getitem__(self, name: str) -> Tensor:
-        from safetensors import safe_open
-
-        with safe_open(self._files[name], "pt") as opened:
-            tensor: Tensor = opened.get_tensor(name)
-            return tensor
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._files
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
-
-    def __len__(self) -> int:
-        return len(self._files)
-
-
-def _converted(directory: str | Path) -> dict[str, Tensor]:
+def _converted(directory: Path) -> dict[str, Tensor]:
     from transformers import AutoModelForCausalLM
 
     loaded: Any

@@ -30,7 +30,7 @@ from swarm.model.hf_config import (
     pretrained_config,
     untied,
 )
-from swarm.model.hf_weights import allocate, draw, load
+from swarm.model.hf_weights import allocate, check_weights, draw, load
 from swarm.model.stage import Batch, ModelPipeline, Stage, torch_dtype
 from swarm.model.subspace import FROZEN_SCALE, Basis, constrain, fold
 from swarm.spec import TensorSpec, token_dtype
@@ -272,7 +272,7 @@ class HuggingFacePipeline(ModelPipeline):
             if self.pretrained is None:
                 draw(model, self.seed)
             else:
-                load(model, self.pretrained, self._copied)
+                load(model, self.pretrained, self._copied, self.autocast or torch.float32)
         model.to(device)
         built.refresh_names()
         return built
@@ -284,9 +284,13 @@ class HuggingFacePipeline(ModelPipeline):
 
     def check(self) -> None:
         """Raises PipelineError unless the sizes fit each other, a tiny model, cut after every
-        layer, equals itself whole, and its residual stream stays in the subspace, if it has one."""
+        layer, equals itself whole, and its residual stream stays in the subspace, if it has one;
+        ConfigError where the pretrained weights are not the model's."""
         from swarm.model.hf_check import check_runs, check_splittable
 
+        if self.pretrained is not None:
+            whole = self._skeleton(self.basis)
+            check_weights(whole, self.pretrained, self.anatomy.layers, self._copied)
         check_runs(self.config, self.batch_spec["tokens"].shape[1])
         if self.num_stages > 1:
             check_splittable(self.config)
