@@ -29,7 +29,7 @@ def _model_type(config: RunConfig) -> str | None:
         return None
     model = config.model.config
     if config.model.pretrained is not None:
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
             model = json.loads((Path(config.model.pretrained) / "config.json").read_text())
     found = model.get("model_type") if isinstance(model, Mapping) else None
     return found if isinstance(found, str) else ""

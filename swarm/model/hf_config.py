@@ -10,8 +10,9 @@ from __future__ import annotations
 import copy
 import difflib
 import importlib.util
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ REFUSED = ("auto_map", "trust_remote_code", "attn_implementation", "experts_impl
            "quantization_config", "torchscript")  # fmt: skip
 LEGACY = ("rope_theta", "rope_scaling", "torch_dtype", "architectures")  # taken, not kept
 TIED = ("tied embeddings would put one weight on two stages", "set tie_word_embeddings to false")
+UNLIMITED = "time_step_limit"  # goes up to infinity by default
 TINY_LAYERS = 4
 TINY_SEQUENCE = 12
 
@@ -111,11 +113,31 @@ def pretrained_config(directory: str | Path) -> Any:
         config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
+        values = config.to_dict()
     except Exception as error:
         raise ConfigError(f"[model] pretrained: cannot read {directory}: {error}") from error
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"{directory} holds quantized weights", "use unquantized ones")
+    if (key := _not_finite(values)) is not None:
+        raise ConfigError(
+            f"{Path(directory) / 'config.json'}: {key} is nan or infinite", "give it a number"
+        )
     return config
+
+
+def _not_finite(values: Mapping[str, Any]) -> str | None:
+    """The dotted path of a number in a config that is none, except for what its family may leave
+    without a limit."""
+    waiting: list[tuple[str, Any]] = list(values.items())
+    while waiting:
+        key, value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting += [(f"{key}.{name}", each) for name, each in value.items()]
+        elif isinstance(value, list | tuple):
+            waiting += [(key, each) for each in value]
+        elif isinstance(value, float) and not math.isfinite(value) and not key.endswith(UNLIMITED):
+            return key
+    return None
 
 
 def is_tied(config: Any) -> bool:
@@ -187,6 +209,8 @@ def tiny_config(config: Any) -> Any:
         raise PipelineError(
             f"{config.model_type} is no attention decoder", "use a decoder-only language model"
         )
+    if layers < 1:
+        raise PipelineError(f"{config.model_type} has {layers} layers", "check num_hidden_layers")
     count = min(layers, TINY_LAYERS)
     types = getattr(text, "layer_types", None)
     if types:  # enough layers to meet every kind there is

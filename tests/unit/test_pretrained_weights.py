@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from swarm.errors import ConfigError
+from swarm.errors import ConfigError, PipelineError
 from swarm.model.hf_carve import build_model
 from swarm.model.hf_config import inline_config, pretrained_config
 from swarm.model.huggingface import HuggingFacePipeline
@@ -159,6 +159,41 @@ def test_one_file_counts_before_an_index_as_it_does_for_transformers(
     pipeline = pipeline_of(directory)
     pipeline.check()
     pipeline.build_stage(0)
+
+
+@pytest.mark.parametrize("layers", [0, -1])
+def test_a_model_without_layers(layers: int, whole: Path, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(whole, tmp_path / "model"))
+    reconfigure(directory, num_hidden_layers=layers)
+    with pytest.raises(PipelineError, match=f"llama has {layers} layers - check num_hidden_layers"):
+        pipeline_of(directory)
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"rms_norm_eps": math.nan}, "rms_norm_eps"),
+        ({"rms_norm_eps": math.inf}, "rms_norm_eps"),
+        ({"rms_norm_eps": {"__float__": "NaN"}}, "rms_norm_eps"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": math.nan}}, "factor"),
+    ],
+)
+def test_a_config_json_with_a_number_that_is_none(
+    values: dict[str, Any], key: str, whole: Path, tmp_path: Path
+) -> None:
+    directory = Path(shutil.copytree(whole, tmp_path / "model"))
+    reconfigure(directory, **values)
+    with pytest.raises(ConfigError, match=rf"config\.json: [\w.]*{key} is nan or infinite - give"):
+        pipeline_of(directory)
+
+
+def test_a_limit_that_is_infinite_by_default_is_none(tmp_path: Path) -> None:
+    from transformers import BambaConfig
+
+    config = BambaConfig(num_hidden_layers=1)
+    assert math.inf in config.time_step_limit
+    config.save_pretrained(tmp_path)
+    pretrained_config(tmp_path)
 
 
 @pytest.mark.parametrize(("family", "layer"), [("llama", "model.layers.3"), ("gpt2", "h.3")])
