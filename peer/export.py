@@ -14,12 +14,22 @@ from typing import Any
 from torch import Tensor
 
 from peer import checkpoints
-from swarm.config import RunConfig, canonical_bytes, parse_config, run_id_of
+from swarm.config import (
+    RunConfig,
+    canonical_bytes,
+    parse_config,
+    run_id_of,
+    with_pretrained_hash,
+)
 from swarm.data.tokenizer import byte_tokenizer, load_bpe, load_pretrained
 from swarm.errors import DataError
 from swarm.local_path import expanded
 from swarm.model import build_pipeline
 from swarm.model.export import SavedTokenizer, export_model
+
+
+class _ChangedError(DataError):
+    """What the run began with is not here as it was: no other of its checkpoints would help."""
 
 
 def export_checkpoint(
@@ -32,8 +42,9 @@ def export_checkpoint(
 
     `say` gets a line for each that is passed over.
 
-    Returns the checkpoint's manifest. Raises DataError (no or a damaged checkpoint), ConfigError
-    (PipelineError), StorageError; `out` is as it was then.
+    Returns the checkpoint's manifest. Raises DataError (no or a damaged checkpoint, another
+    pretrained model than the run's), ConfigError (PipelineError), StorageError; `out` is as it was
+    then.
     """
     if checkpoints.is_checkpoint(source):
         return _export(Path(source), out, cache_dir)
@@ -41,6 +52,8 @@ def export_checkpoint(
     for path in checkpoints.newest_first(checkpoints.run_dir_of(source), say):
         try:
             return _export(path, out, cache_dir)
+        except _ChangedError:
+            raise
         except DataError as error:
             say(checkpoints.passed_over(path, error))
             refused = refused or error
@@ -54,6 +67,10 @@ def _export(directory: Path, out: str | Path, cache_dir: Path | None) -> dict[st
     manifest = checkpoints.load_manifest(directory)
     config = config_of(manifest, directory)
     tensors = read_model(directory, manifest)
+    try:
+        with_pretrained_hash(config)
+    except DataError as error:
+        raise _ChangedError(error.message, "put back what the run began with") from None
     pipeline = build_pipeline(config)
     if missing := [name for name in pipeline.key_order if name not in tensors]:
         raise DataError(f"{directory} lacks {len(missing)} parameters, as {missing[0]}")

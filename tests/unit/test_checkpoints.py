@@ -22,9 +22,10 @@ from torch import Tensor
 
 from peer import checkpoints
 from peer.export import export_checkpoint
-from swarm.config import RunConfig, canonical_bytes, parse_config, run_id_of
+from swarm.config import RunConfig, canonical_bytes, parse_config, run_id_of, with_pretrained_hash
 from swarm.errors import ConfigError, DataError, StorageError
 from swarm.model import build_pipeline
+from swarm.model.export import export_model
 
 HF_MODEL = {
     "stages": 2,
@@ -364,9 +365,9 @@ def trained(config: RunConfig) -> list[dict[str, Tensor]]:
     ]
 
 
-def checkpointed(config: RunConfig, run_dir: Path) -> list[dict[str, Tensor]]:
+def checkpointed(config: RunConfig, run_dir: Path, step: int = 4) -> list[dict[str, Tensor]]:
     state = trained(config)
-    write(run_dir, 4, state, config.model_dump(mode="json"), run_id_of(canonical_bytes(config)))
+    write(run_dir, step, state, config.model_dump(mode="json"), run_id_of(canonical_bytes(config)))
     return state
 
 
@@ -412,6 +413,27 @@ def test_export_says_what_is_wrong(tmp_path: Path) -> None:
     write(tmp_path, 3, broken, config.model_dump(mode="json"), run_id)
     with pytest.raises(DataError, match="does not fit its config"):
         export_checkpoint(tmp_path, tmp_path / "out")
+
+
+@pytest.mark.parametrize("source", ["run", "run/checkpoints/step-2"])
+def test_export_of_a_run_whose_pretrained_model_has_changed(source: str, tmp_path: Path) -> None:
+    """It would be of another activation. No other checkpoint is tried: none would do."""
+    start, said = a_config(), list[str]()
+    first = {name: tensor for part in trained(start) for name, tensor in part.items()}
+    export_model(build_pipeline(start), first, tmp_path / "model")
+    config = a_config(stages=2, pretrained=str(tmp_path / "model"))
+    for step in (1, 2):
+        checkpointed(with_pretrained_hash(config), tmp_path / "run", step)
+    assert export_checkpoint(tmp_path / source, tmp_path / "out", say=said.append)["step"] == 2
+    path = tmp_path / "model" / "config.json"
+    path.write_text(path.read_text().replace('"silu"', '"gelu"'))
+    with pytest.raises(DataError, match=r"the bytes hash to .* - put back what the run began with"):
+        export_checkpoint(tmp_path / source, tmp_path / "other", say=said.append)
+    shutil.rmtree(tmp_path / "model")
+    with pytest.raises(DataError, match=r"there is no directory .*model - put back"):
+        export_checkpoint(tmp_path / source, tmp_path / "other", say=said.append)
+    assert not (tmp_path / "other").exists()
+    assert not said
 
 
 def resume(
