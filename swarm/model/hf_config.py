@@ -115,7 +115,9 @@ def pretrained_config(directory: str | Path) -> Any:
         )
         values = config.to_dict()
     except Exception as error:
-        raise ConfigError(f"[model] pretrained: cannot read {directory}: {error}") from error
+        raise ConfigError(
+            f"[model] pretrained: cannot read {directory}: {error}", "save it with save_pretrained"
+        ) from error
     if getattr(config, "quantization_config", None):
         raise ConfigError(f"{directory} holds quantized weights", "use unquantized ones")
     if (key := _not_finite(values)) is not None:
@@ -210,7 +212,9 @@ def tiny_config(config: Any) -> Any:
             f"{config.model_type} is no attention decoder", "use a decoder-only language model"
         )
     if layers < 1:
-        raise PipelineError(f"{config.model_type} has {layers} layers", "check num_hidden_layers")
+        raise PipelineError(
+            f"{config.model_type} has {layers} layers", "check num_hidden_layers in its config"
+        )
     count = min(layers, TINY_LAYERS)
     types = getattr(text, "layer_types", None)
     if types:  # enough layers to meet every kind there is

@@ -79,11 +79,11 @@ def check_weights(model: Any, directory: Path, layers: str, copied: Mapping[str,
     """Raises ConfigError where the headers of the files tell that `load` would, of any stage, or
     that they have layers that the whole model lacks; `layers` is the path of its own."""
     files = WeightFiles(directory)
-    _check_layers(model, layers, files)
+    _check_layers(model, layers, files, directory)
     _check_headers(model, files, copied, directory)
 
 
-def _check_layers(model: Any, layers: str, names: Iterable[str]) -> None:
+def _check_layers(model: Any, layers: str, names: Iterable[str], directory: Path) -> None:
     """Weights of further layers belong to a larger model than the config tells of, unless the
     family has those that predict further tokens there."""
     text = decoder_config(model.config)
@@ -97,9 +97,8 @@ def _check_layers(model: Any, layers: str, names: Iterable[str]) -> None:
         if found is None or int(found[1]) < count + predicting:
             continue
         if not any(re.search(pattern, name) for pattern in spared):
-            raise ConfigError(
-                f"the weights have {name} but config.json only {count} layers", CHECK_CONFIG
-            )
+            what = f"{directory} has weights for {name} but its config.json only {count} layers"
+            raise ConfigError(what, CHECK_CONFIG)
 
 
 def _check_headers(

@@ -204,7 +204,7 @@ def test_weights_of_more_layers_than_config_json_tells_of(
     pipeline_of(directory).check()
     reconfigure(directory, **{"n_layer" if family == "gpt2" else "num_hidden_layers": 3})
     with pytest.raises(
-        ConfigError, match=rf"have \S*{layer}\.\S+ but config\.json only 3 layers -"
+        ConfigError, match=rf"weights for \S*{layer}\.\S+ but its config\.json only 3 "
     ):
         pipeline_of(directory).check()
 
@@ -216,7 +216,9 @@ def test_layers_under_the_names_of_a_model_without_a_head_are_counted(tmp_path: 
     pipeline_of(directory).check()
     pipeline_of(directory).build_stage(1)
     reconfigure(directory, n_layer=3)
-    with pytest.raises(ConfigError, match=r"have h\.3\.\S+ but config\.json only 3 layers"):
+    with pytest.raises(
+        ConfigError, match=r"weights for h\.3\.\S+ but its config\.json only 3 layers"
+    ):
         pipeline_of(directory).check()
 
 
