@@ -82,6 +82,7 @@ class BareStreams:
                 await stream.send([SUM, self.out[start:stop]])
 
         await asyncio.gather(take(), give())
+        await stream.send([SUM])  # all is here, so that nothing is under way when the stream ends
         self.served.release()
         await stream.receive_exactly(1)
 
@@ -100,6 +101,7 @@ class BareStreams:
                     await stream.receive_into(self.out[start:stop])
 
             await asyncio.gather(give(), take())
+            await stream.receive_exactly(1)
             await stream.close()
 
         others = [(i, p) for i, p in enumerate(self.plan.members) if i != self.me]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from peer.cli.command_line import command_line
 from peer.places import config_in, data_home, is_free, run_directory, tcp_ports
 from swarm.config import RunConfig, canonical_bytes, differences, with_trainers
 from swarm.consensus import Vote
-from swarm.errors import ConfigError, DataError, InUseError
+from swarm.errors import ConfigError, DataError, InUseError, JoinError, StorageError
 from swarm.local_path import expanded
 from swarm.words import integer
 
@@ -65,10 +66,25 @@ def continued(config: RunConfig, source: Path) -> Path | None:
     theirs = config_in(run_dir)
     named = config.run.trainers or theirs.run.trainers
     mine = stamp(with_trainers(config, named), "")
+    return None if say_if_another(run_dir, mine, theirs) else run_dir
+
+
+def say_what_differs(config: RunConfig, source: Path) -> None:
+    """Say so if `source`, a run's directory or a checkpoint in it, is of another run."""
+    from peer.checkpoints import run_dir_of
+
+    run_dir = run_dir_of(source)
+    with contextlib.suppress(StorageError, JoinError):  # the checkpoint alone matters
+        theirs = config_in(run_dir)
+        say_if_another(run_dir, with_trainers(config, theirs.run.trainers), theirs)
+
+
+def say_if_another(run_dir: Path, mine: RunConfig, theirs: RunConfig) -> bool:
+    """Whether the run in `run_dir`, `theirs`, is another than `mine`; if so, in what is printed."""
     if canonical_bytes(mine) == canonical_bytes(theirs):
-        return run_dir
-    print(f"{run_dir} is another run ({differences(mine, theirs)}): this one begins with its state")
-    return None
+        return False
+    print(f"{run_dir} is of another run ({differences(mine, theirs)})")
+    return True
 
 
 def trainer_id() -> str:
@@ -104,20 +120,17 @@ def led_by(run_dir: Path) -> Identity:
 
 
 def _claimed(path: Path, run_dir: Path) -> Identity:
-    """This identity, for the run in `run_dir`. Raises StorageError; InUseError says by what."""
+    """This identity, for the run in `run_dir`. Raises StorageError."""
     from swarm.net.identity import claim_identity_file
 
     try:
         return claim_identity_file(path)
     except InUseError:
-        pass
-    try:
-        last_vote(run_dir)
-    except InUseError:
-        remedy = f"watch it with {command_line('swarm', 'status', run_dir)}, or stop it"
-        raise InUseError("another process leads this run already", remedy) from None
-    what = f"another run is led with the identity of {run_dir} now"
-    raise InUseError(what, "stop that run first")
+        watch = command_line("swarm", "status", run_dir)
+        raise InUseError(
+            f"another process leads {run_dir} already, or another run with its identity",
+            f"see with {watch}, or stop it",
+        ) from None
 
 
 def spare_identity() -> Identity:
@@ -143,8 +156,7 @@ def stamped(config: RunConfig, trainer: str) -> RunConfig:
 def last_vote(run_dir: Path) -> Vote:
     """What a trainer that led from this directory, or stood by, knew last.
 
-    Raises InUseError when another process leads it now, StorageError when the directory cannot be
-    read.
+    Raises StorageError when another process leads it now, or the directory cannot be read.
     """
     from peer.disk import FileDisk
 

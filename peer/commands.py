@@ -16,6 +16,7 @@ from peer.claims import (
     last_vote,
     led_by,
     ports_as_before,
+    say_what_differs,
     spare_identity,
     stamped,
 )
@@ -232,9 +233,9 @@ def run_baseline(
     from swarm.data import build_dataset
     from swarm.model import build_pipeline
 
-    written = load_config(run)
+    config = load_config(run)
     where = choose_device(device)
-    config = stamped(written, "baseline")
+    config = stamped(config, "baseline")
     be_exact(where, threads)
     num_steps = steps_to_train(config, steps)
     with (
@@ -251,7 +252,7 @@ def run_baseline(
         )
         cut = build_pipeline(config)  # as the swarm has it
         if resume is not None:
-            continued(written, resume)
+            say_what_differs(config, resume)
             whole, _ = read_newest(resume, config, oracle.pipeline, print)
             oracle.resume(whole.snapshot(0))
             print(f"resuming from step {whole.step}")

@@ -17,7 +17,7 @@ from typing import Protocol
 import msgpack
 
 from swarm.consensus import Vote
-from swarm.errors import InUseError, StorageError, WireError
+from swarm.errors import StorageError, WireError
 
 
 class VoteDisk(Protocol):
@@ -62,7 +62,7 @@ class FileDisk:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             data = self._path.read_bytes() if self._path.exists() else None
         except BlockingIOError:
-            raise InUseError(
+            raise StorageError(
                 f"another process leads with the data in {directory}", "stop it, or wait for it"
             ) from None
         except OSError as error:

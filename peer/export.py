@@ -66,11 +66,11 @@ def export_checkpoint(
 def _export(directory: Path, out: str | Path, cache_dir: Path | None) -> dict[str, Any]:
     manifest = checkpoints.load_manifest(directory)
     config = config_of(manifest, directory)
-    tensors = read_model(directory, manifest)
     try:
         with_pretrained_hash(config)
     except DataError as error:
-        raise _ChangedError(error.message, "put back what the run began with") from None
+        raise _ChangedError(error.message, "it must be there as the run began with it") from None
+    tensors = read_model(directory, manifest)
     pipeline = build_pipeline(config)
     if missing := [name for name in pipeline.key_order if name not in tensors]:
         raise DataError(f"{directory} lacks {len(missing)} parameters, as {missing[0]}")

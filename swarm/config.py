@@ -127,12 +127,12 @@ def from_canonical(data: bytes, expected_run_id: str) -> RunConfig:
 
 def differences(one: RunConfig, other: RunConfig) -> str:
     """The keys in which two configs differ, as `data.sequence, model.cut`; a few of them."""
-    sections, others = one.model_dump(), other.model_dump()
+    sections, others = (json.loads(canonical_bytes(each)) for each in (one, other))
     keys = [
         f"{section}.{key}"
         for section, values in sections.items()
         for key, value in values.items()
-        if value != others[section][key]
+        if json.dumps(value) != json.dumps(others[section][key])  # 0 and 0.0 are unlike there
     ]
     return ", ".join(keys[:_MOST_KEYS]) + (", ..." if len(keys) > _MOST_KEYS else "")
 

@@ -124,8 +124,7 @@ def create_app(
         openapi_url="/api/v1/openapi.json",
         redirect_slashes=False,  # it would leave the prefix of a reverse proxy
         responses={
-            # by the guard in front of it (`web.limits`)
-            414: {"description": "Path or query too long."},
+            414: {"description": "Path or query too long."},  # both by the guard, `web.limits`
             429: {"description": "Too many requests."},
             503: {"description": "The history cannot be read."},
         },

@@ -7,6 +7,7 @@ plain JSON in display units: words, order and judgement are made here once, not 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,10 @@ SIGNS = {
 }  # fmt: skip
 
 
+Event = Mapping[str, Any]
+log = logging.getLogger(__name__)
+
+
 class Board:
     """The state of one run. `join_line` is what a volunteer types; empty keeps it private."""
 
@@ -50,6 +55,8 @@ class Board:
         self._traffic: list[tuple[float, float]] = []  # raw, wire bytes a second, per boundary
         self._totals: tuple[str, float, tuple[tuple[int, int], ...]] | None = None
         self._feed: deque[dict[str, Any]] = deque(maxlen=NUM_FEED)
+        self._newest = 0  # number of the last event
+        self._refused = ""  # what the disk last said
         self._contributors = self._top()
         self._cursor = {
             "after": whole(store.get("after")) or 0,
@@ -74,25 +81,38 @@ class Board:
         for row in seen.replicas:
             self._stages[row.incarnation] = row.stage
         events = [self._placed(event) for event in seen.events if event["event"] != "run"]
+        news = [event for event in events if event["event"] not in NEWS]
         try:
-            self._keep(seen, events, now)
+            news = self._keep(seen, events, news, now)
+            self._refused = ""
         except StorageError as error:
             self.store.forget()
-            self.notes.add(error.message)
+            if error.message != self._refused:
+                self._refused = error.message
+                log.error("the history has a gap from now on: %s", error)
+        self._cursor = {"after": seen.after, "life": seen.life}
+        for event in news:
+            self._remember(event)
+        for event in events:
+            if event["event"] == "step" and event.get("wall_s"):
+                self._steps.append((event["t"], float(event["wall_s"])))
         present = {row.incarnation for row in seen.replicas}
         for known in (self._reports, self._shares, self._stages):
             for name in [name for name in known if name not in present]:
                 del known[name]
 
-    def _keep(self, seen: Observation, events: Sequence[Mapping[str, Any]], now: float) -> None:
-        """Add an answer to the history, as a whole or not at all. Raises StorageError."""
+    def _keep(
+        self, seen: Observation, events: Sequence[Event], news: Sequence[Event], now: float
+    ) -> list[Event]:
+        """Add an answer to the history, as a whole or not at all; returns the news with their
+        numbers. Raises StorageError."""
         store = self.store
         for event in events:
             if event["event"] == "step":
                 store.add(event["t"], {"loss": event.get("loss"), "tokens_per_s": _rate(event)})
             elif event["event"] == "validation" and "loss" in event:
                 store.add(event["t"], {"validation_loss": event["loss"]})
-        kept = store.add_events(each for each in events if each["event"] not in NEWS)
+        kept = store.add_events(news)
         traffic = [sum(each) for each in zip(*self._traffic, strict=True)] or [None, None]
         serving = sum(row.standing == "serving" for row in seen.replicas)
         store.add(
@@ -112,16 +132,10 @@ class Board:
             self._pruned_at = now
             store.prune(now)
         store.commit()
-        # Only now: what is not kept is told again, by the next answer.
-        self._cursor = {"after": seen.after, "life": seen.life}
-        for event in kept:
-            self._remember(event)
-        for event in events:
-            if event["event"] == "step" and event.get("wall_s"):
-                self._steps.append((event["t"], float(event["wall_s"])))
         if now - self._counted_at > 5.0:
             self._counted_at = now
             self._contributors = self._top()
+        return [*kept]
 
     def peer(self, incarnation: str, report: PeerReport, now: float) -> None:
         """A replica has told of itself. One that the leader does not list is not believed."""
@@ -169,7 +183,8 @@ class Board:
         """An event for the feed, and for the judgement of the next minute."""
         if event["event"] in ("expelled", "left"):
             self._lost.append((event["t"], event.get("stage"), str(event.get("reason", ""))))
-        line = feed_line(event)
+        self._newest = max(event.get("n", 0), self._newest + 1)  # some may have none: not kept
+        line = feed_line({**event, "n": self._newest})
         if line is not None:
             self._feed.append(line)
 

@@ -47,6 +47,8 @@ CREATE TABLE IF NOT EXISTS activity (bucket INTEGER, peer TEXT, seconds TEXT,
 COLUMNS = """SELECT t.name, c.name, c.pk FROM sqlite_master t, pragma_table_info(t.name) c
   WHERE t.type = 'table' AND t.name NOT LIKE 'sqlite_%'"""
 
+_MOVE_AWAY = "move it away to begin a new one, or name another directory with --data-dir"
+
 
 def _of_a_file(
     method: Callable[Concatenate[Store, P], T],
@@ -57,14 +59,13 @@ def _of_a_file(
     def told(self: Store, *args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return method(self, *args, **kwargs)
-        except (sqlite3.Error, OSError) as error:
-            what = str(error)
+        except (sqlite3.OperationalError, OSError) as error:  # locked, full, not ours
+            what, remedy = str(error), "mend that, or name another directory with --data-dir"
+        except sqlite3.Error as error:
+            what, remedy = str(error), _MOVE_AWAY
         except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError):
-            what = "it is damaged"
-        raise StorageError(
-            f"cannot use {self.path} for the dashboard: {what}",
-            "move it away to begin a new one, or name another directory with --data-dir",
-        )
+            what, remedy = "it is damaged", _MOVE_AWAY
+        raise StorageError(f"cannot use {self.path} for the dashboard: {what}", remedy)
 
     return told
 

@@ -434,10 +434,11 @@ async def _close_once_taken(stream: Stream, limit_s: float) -> None:
     try:
         async with asyncio.timeout(limit_s):
             await stream.receive_exactly(1)
+        await stream.close()
     except (StreamClosedError, TimeoutError):
         pass
     finally:
-        await stream.close()
+        stream.abort()
 
 
 def _bytes_of(view: memoryview, chunk: Chunk, itemsize: int) -> memoryview:

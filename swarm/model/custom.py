@@ -144,7 +144,7 @@ class CustomPipeline(ModelPipeline):
         self.batch_spec = definition.batch_spec(samples, microbatch_size)
         self.num_stages = num_stages
         self._check_weight(samples.train, microbatch_size)
-        self._find_boundaries()
+        self._find_boundaries(samples.train)
         self.cut = choose_cut(self.layer_costs, num_stages, cut)
         for stage in range(num_stages - 1):
             self._check_boundary(stage)
@@ -169,7 +169,7 @@ class CustomPipeline(ModelPipeline):
     def _check_weight(self, fields: Mapping[str, np.ndarray], size: int) -> None:
         batch = {n: np.zeros((size, *each.shape[1:]), each.dtype) for n, each in fields.items()}
         try:
-            self._trial_weight = self.weight(batch)
+            self.weight(batch)
         except SwarmError:
             raise
         except Exception as error:  # whatever the user's function raises
@@ -178,16 +178,16 @@ class CustomPipeline(ModelPipeline):
                 "return how many items the loss of this batch sums up",
             ) from error
 
-    def _find_boundaries(self) -> None:
+    def _find_boundaries(self, fields: Mapping[str, np.ndarray]) -> None:
         if self.autocast is None:  # which the meta device knows nothing of
             try:
-                return self._try("meta")
+                return self._try("meta", fields)
             except PipelineError:
                 raise
             except Exception:  # not everything has a meta kernel: try again with real tensors
                 pass
         try:
-            return self._try("cpu")
+            return self._try("cpu", fields)
         except SwarmError:
             raise
         except Exception as error:  # whatever the user's modules raise
@@ -198,7 +198,7 @@ class CustomPipeline(ModelPipeline):
                 ) from error
             raise PipelineError(f"the pipeline does not run: {reason}") from error
 
-    def _try(self, device: str) -> None:
+    def _try(self, device: str, fields: Mapping[str, np.ndarray]) -> None:
         """One forward and backward on made-up data: finds shapes and costs, and what to refuse."""
         with seeded(self.seed, "trial"):
             layers = {n: self._build_layer(n, device) for n in self.definition.layers}
@@ -211,26 +211,25 @@ class CustomPipeline(ModelPipeline):
                 for name, spec in self.batch_spec.items()
             }
             before = _buffer_versions(layers)
-            stage = CustomStage(self.definition, {}, self.seed, True, False, False, self.autocast)
-            given = _versions(batch.values())
-            tensors = stage((), batch)
-            _refuse_changed(given, "inputs changes the batch")
-            self._between: list[tuple[TensorSpec, ...]] = []
-            for name, module in layers.items():
-                stage = CustomStage(
-                    self.definition, {name: module}, self.seed, False, False, False, self.autocast
-                )
-                given = _versions((*tensors, *batch.values()))
-                tensors = stage(tensors, batch)
-                _refuse_changed(given, f"layer {name} changes its input")
-                self._between.append(tuple(spec_of(t) for t in tensors))
-            stage = CustomStage(self.definition, {}, self.seed, False, True, False, self.autocast)
-            given = _versions((*tensors, *batch.values()))
-            (loss,) = stage(tensors, batch)
-            _refuse_changed(given, "loss changes what it is given")
+            loss, self._between = self._run_through(layers, batch)
             if loss.requires_grad:
                 loss.backward()
-            self._check_gradients(layers, loss)
+            elif any(p.requires_grad for each in layers.values() for p in each.parameters()):
+                # What is made up may be all padding, whose loss depends on nothing.
+                real = {
+                    name: torch.from_numpy(_spread(fields[name], spec.shape[0])).to(device)
+                    for name, spec in self.batch_spec.items()
+                }
+                if not self._run_through(layers, real)[0].requires_grad:
+                    raise PipelineError(
+                        "the loss depends on no parameter, so nothing would be trained",
+                        "compute it from the outputs, without detach or no_grad",
+                    )
+            for name, module in layers.items():
+                if any(p.grad is not None and p.grad.is_sparse for p in module.parameters()):
+                    raise PipelineError(
+                        f"layer {name} has sparse gradients", "leave out sparse=True"
+                    )
             for key, version in _buffer_versions(layers).items():
                 if before.get(key) != version:
                     raise PipelineError(
@@ -244,17 +243,28 @@ class CustomPipeline(ModelPipeline):
             1 + sum(p.numel() for p in module.parameters()) for module in layers.values()
         ]
 
-    def _check_gradients(self, layers: dict[str, nn.Module], loss: Tensor) -> None:
-        trained = [p for module in layers.values() for p in module.parameters() if p.requires_grad]
-        # The made-up data may be nothing but padding, whose loss depends on nothing.
-        if trained and not loss.requires_grad and self._trial_weight:
-            raise PipelineError(
-                "the loss depends on no parameter, so nothing would be trained",
-                "compute it from the outputs, without detach or no_grad",
-            )
+    def _run_through(
+        self, layers: dict[str, nn.Module], batch: Batch
+    ) -> tuple[Tensor, list[tuple[TensorSpec, ...]]]:
+        """The loss, and what each layer gives. Raises PipelineError for changes in place."""
+        stage = CustomStage(self.definition, {}, self.seed, True, False, False, self.autocast)
+        given = _versions(batch.values())
+        tensors = stage((), batch)
+        _refuse_changed(given, "inputs changes the batch")
+        between = []
         for name, module in layers.items():
-            if any(p.grad is not None and p.grad.is_sparse for p in module.parameters()):
-                raise PipelineError(f"layer {name} has sparse gradients", "leave out sparse=True")
+            stage = CustomStage(
+                self.definition, {name: module}, self.seed, False, False, False, self.autocast
+            )
+            given = _versions((*tensors, *batch.values()))
+            tensors = stage(tensors, batch)
+            _refuse_changed(given, f"layer {name} changes its input")
+            between.append(tuple(spec_of(t) for t in tensors))
+        stage = CustomStage(self.definition, {}, self.seed, False, True, False, self.autocast)
+        given = _versions((*tensors, *batch.values()))
+        (loss,) = stage(tensors, batch)
+        _refuse_changed(given, "loss changes what it is given")
+        return loss, between
 
     def _build_layer(self, name: str, device: str | torch.device) -> nn.Module:
         with seeded(self.seed, "init", name), torch.device("meta" if device == "meta" else "cpu"):
@@ -294,11 +304,16 @@ class CustomPipeline(ModelPipeline):
             items = int(found)
         except (TypeError, ValueError, OverflowError):  # None, NaN, inf
             items = -1
-        if items > MAX_ITEMS:
+        if abs(items) > MAX_ITEMS:
             raise PipelineError("weight returned a huge number", f"return at most {MAX_ITEMS}")
         if items != found or items < 0:
             raise PipelineError(f"weight returned {found}", "return a number of items, 0 or more")
         return items
+
+
+def _spread(array: np.ndarray, count: int) -> np.ndarray:
+    """So many samples from all over the data, or all if there are fewer."""
+    return np.ascontiguousarray(array[:: max(1, len(array) // count)][:count])
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[tuple[Tensor, int]]:

@@ -106,7 +106,9 @@ def _check_headers(
 ) -> bool:
     """Whether the files have the names that the model has. If so, shapes and dtypes are checked."""
     names = {name: copied.get(name, name) for name, _ in model.named_parameters()}
-    if not all(name in files for name in names.values()):
+    if missing := [name for name, whose in names.items() if whose not in files]:
+        if files.keys() <= model.state_dict().keys():  # nothing by another name: no conversion
+            raise _unfit(missing[0], model.get_parameter(missing[0]), directory)
         files.check_floating(name for name in files if name.endswith(".weight"))
         return False
     for name, parameter in model.named_parameters():

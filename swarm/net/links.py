@@ -36,6 +36,8 @@ VERSION_PROTOCOL = "/swarm-parallel/version"  # never changes, so that unlike ve
 GREET_TIMEOUT_S = 10.0
 VERSION_TIMEOUT_S = 3.0
 MAX_STREAMS_PER_PEER = 64  # that it has opened; a process serves a few stages at most
+MAX_ASKING_PER_PEER = 4  # for the version spoken here, of one peer and of all
+MAX_ASKING = 64
 MAX_STREAMS = 512  # of all; peer ids cost nothing, and a process may have 1,024 files open
 log = logging.getLogger(__name__)
 
@@ -75,6 +77,7 @@ class Links:
         self._dials: dict[str, asyncio.Task[Channel]] = {}
         self._addresses: dict[str, tuple[str, ...]] = {}
         self._accepted = StreamLimit("channel", MAX_STREAMS_PER_PEER, MAX_STREAMS)
+        self._asking = StreamLimit("version", MAX_ASKING_PER_PEER, MAX_ASKING)
         self._tasks = TaskSet()
 
     @property
@@ -105,7 +108,7 @@ class Links:
     def serve(self) -> None:
         """Accept channels from now on."""
         self.transport.serve(PROTOCOL, self._accept)
-        self.transport.serve(VERSION_PROTOCOL, _say_version)
+        self.transport.serve(VERSION_PROTOCOL, self._say_version)
 
     def open_channel(self, incarnation: str) -> Channel | None:
         """The channel to that incarnation (or to any life of a bare peer id), if one is open."""
@@ -207,6 +210,12 @@ class Links:
             return
         await life._run(channel)
 
+    async def _say_version(self, stream: Stream) -> None:
+        with self._asking.one_more(stream.peer) as room:
+            if room:
+                await stream.send([PROTOCOL_VERSION.to_bytes(4, "big")])
+                await until_ended(stream, VERSION_TIMEOUT_S)
+
     async def _run(self, channel: Channel) -> None:
         incarnation = channel.incarnation
         self._channels[incarnation] = channel
@@ -261,8 +270,3 @@ class Links:
     async def aclose(self) -> None:
         self.abort()
         await self._tasks.aclose()
-
-
-async def _say_version(stream: Stream) -> None:
-    await stream.send([PROTOCOL_VERSION.to_bytes(4, "big")])
-    await until_ended(stream, VERSION_TIMEOUT_S)

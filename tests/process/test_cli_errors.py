@@ -519,7 +519,8 @@ def test_what_the_leader_refuses(forks: Forks, tmp_path: Path) -> None:
     assert "the run's stages are 0 to 2, not 7" in lines[1]
     assert "port" in lines[2]
     assert f"not {RUN_ID}" in lines[3]
-    assert "another process leads this run already - watch it with swarm status" in lines[4]
+    assert "another process leads" in lines[4]
+    assert "or another run with its identity - see with swarm status" in lines[4]
     assert leader.child.alive
 
 

@@ -129,13 +129,12 @@ def test_a_peer_that_reads_nothing_does_not_keep_a_transport_from_closing() -> N
         sending = asyncio.create_task(stream.send([bytes(64 << 20)]))
         done, _ = await asyncio.wait([sending], timeout=1.0)
         assert not done  # all buffers on the way are full
-        await stream.close()
-        with pytest.raises(StreamClosedError):
-            await sending
         process = transport.daemon._process
         assert process is not None
         async with asyncio.timeout(20):
             await transport.close()
+        with pytest.raises(StreamClosedError):
+            await sending
         assert not psutil.pid_exists(process.pid)
         await other.close()
 

@@ -21,10 +21,12 @@ async def served() -> AsyncIterator[int]:
     with listen("127.0.0.1", 0) as listening:
         app = create_app(board(), Broadcast(), clock=lambda: NOW)
         serving = asyncio.create_task(serve_app(app, listening))
-        yield listening.getsockname()[1]
-        serving.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await serving
+        try:
+            yield listening.getsockname()[1]
+        finally:
+            serving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await serving
 
 
 async def ask(port: int, *parts: bytes) -> bytes:

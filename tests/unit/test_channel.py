@@ -32,7 +32,7 @@ from swarm.net.links import PROTOCOL, VERSION_PROTOCOL, Links
 from swarm.net.memory import MemoryNetwork
 from swarm.sim.virtual_time import run
 from swarm.wire.codecs import decode, encode
-from swarm.wire.frames import check_tensors, encode_frame, no_tensors
+from swarm.wire.frames import PROTOCOL_VERSION, check_tensors, encode_frame, no_tensors
 
 RUN = "run"
 
@@ -486,6 +486,35 @@ def test_an_error_may_have_any_detail() -> None:
     for name in ("kind", "message", "self", ""):
         error = CallFailedError("refused", "no", **{name: 1})
         assert (error.kind, error.message, error.detail) == ("refused", "no", {name: 1})
+
+
+def test_who_asks_for_the_version_keeps_few_streams_here_and_not_for_long() -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        network = MemoryNetwork()
+        here = network.transport("b")
+        links = Links(here, RUN, "b#1", {})
+        links.serve()
+        stranger = network.transport("a")
+        streams = [await stranger.dial("b", VERSION_PROTOCOL) for _ in range(9)]
+        answers = await asyncio.gather(
+            *(each.receive_exactly(4) for each in streams), return_exceptions=True
+        )
+        told = [answer for answer in answers if answer == PROTOCOL_VERSION.to_bytes(4, "big")]
+        assert len(told) == links_module.MAX_ASKING_PER_PEER
+        assert len(here.streams) == len(told)
+        began = loop.time()
+        for each in streams:
+            with pytest.raises(StreamClosedError):
+                await each.receive_exactly(1)
+        assert loop.time() - began < links_module.VERSION_TIMEOUT_S + 1.0
+        assert not here.streams
+        again = await stranger.dial("b", VERSION_PROTOCOL)
+        assert await again.receive_exactly(4) == told[0]
+        await links.aclose()
+        await here.close()
+
+    run(main(), limit_s=100)
 
 
 def test_a_peer_that_is_cut_off_costs_one_dial_and_no_more() -> None:

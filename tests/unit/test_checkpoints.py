@@ -427,10 +427,12 @@ def test_export_of_a_run_whose_pretrained_model_has_changed(source: str, tmp_pat
     assert export_checkpoint(tmp_path / source, tmp_path / "out", say=said.append)["step"] == 2
     path = tmp_path / "model" / "config.json"
     path.write_text(path.read_text().replace('"silu"', '"gelu"'))
-    with pytest.raises(DataError, match=r"the bytes hash to .* - put back what the run began with"):
+    with pytest.raises(
+        DataError, match=r"the bytes hash to .* - it must be there as the run began"
+    ):
         export_checkpoint(tmp_path / source, tmp_path / "other", say=said.append)
     shutil.rmtree(tmp_path / "model")
-    with pytest.raises(DataError, match=r"there is no directory .*model - put back"):
+    with pytest.raises(DataError, match=r"there is no directory .*model - it must be there"):
         export_checkpoint(tmp_path / source, tmp_path / "other", say=said.append)
     assert not (tmp_path / "other").exists()
     assert not said

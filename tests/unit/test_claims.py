@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from peer import checkpoints
-from peer.claims import as_trainer, continued, is_over, led_by
-from peer.disk import FileDisk
+from peer.claims import as_trainer, continued, is_over, led_by, say_what_differs
 from peer.places import refuse_another_run
 from swarm.config import RunConfig, canonical_bytes, load_config
 from swarm.consensus import Vote
@@ -79,14 +78,9 @@ def test_a_run_goes_on_with_the_identity_it_was_led_with(begun: tuple[Path, RunC
     refuse_another_run(run_dir, config)
     again, mine = as_trainer(written, run_dir, None)
     assert again == config
-    with pytest.raises(InUseError, match=r"another run is led with .* - stop that run"):
-        led_by(run_dir)
-    with pytest.raises(InUseError, match=r"another run is led with .* - stop that run"):
-        as_trainer(written, run_dir, None)
-    disk = FileDisk(run_dir / "trainer")
-    with pytest.raises(InUseError, match="another process leads this run already - watch it with"):
-        led_by(run_dir)
-    disk.close()
+    for claim in (lambda: led_by(run_dir), lambda: as_trainer(written, run_dir, None)):
+        with pytest.raises(InUseError, match=r"run already, or another run .* - see with swarm st"):
+            claim()
     mine.release()
     led_by(run_dir).release()
 
@@ -100,13 +94,17 @@ def test_what_makes_it_another_run_is_said(
     written = load_config(run_dir.parent / "a.toml")
     assert continued(written, run_dir) is None
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said.startswith(f"{run_dir} is another run (data.train_sha256")
-    assert said.endswith("): this one begins with its state")
+    assert said == f"{run_dir} is of another run (data.train_sha256, data.validation_sha256)"
     changed, mine = as_trainer(written, run_dir, None)
     mine.release()
     with pytest.raises(StorageError, match=r"holds another run \(data.train_sha256.*\) - choose"):
         refuse_another_run(run_dir, changed)
+    capsys.readouterr()
+    say_what_differs(changed, run_dir)
+    assert capsys.readouterr().out.splitlines() == [said]
     (run_dir / "run.json").write_bytes(b"{}")
+    say_what_differs(changed, run_dir)
+    assert not capsys.readouterr().out
     with pytest.raises(StorageError, match=r"run holds another run - choose another directory"):
         refuse_another_run(run_dir, changed)
     (run_dir / "run.json").unlink()

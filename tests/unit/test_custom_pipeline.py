@@ -309,15 +309,16 @@ def test_functions_that_do_what_no_swarm_can_are_refused(
         cut_into(1, of=definition(layers={"a": Widen, "b": Narrow}, **change))
 
 
-def test_a_loss_of_nothing_may_depend_on_nothing() -> None:
+@pytest.mark.parametrize("weight", [lambda batch: int((batch["y"] > 0).sum()), lambda batch: 4])
+def test_a_loss_of_nothing_may_depend_on_nothing(weight: Any) -> None:
     """Data made up to find shapes may be all padding, where a user's loss stops early."""
 
     def loss(outputs: tuple[Tensor, ...], batch: dict[str, Tensor]) -> Tensor:
         real = batch["y"] > 0
         return outputs[0][real].sum() if real.any() else torch.zeros(())
 
-    changes: dict[str, Any] = {"loss": loss, "weight": lambda batch: int((batch["y"] > 0).sum())}
-    cut_into(2, of=definition(layers={"a": Widen, "b": Narrow}, **changes))
+    layers = {"a": Widen, "b": Narrow}
+    cut_into(2, of=definition(layers=layers, loss=loss, weight=weight))
 
 
 def test_what_inputs_adds_to_the_batch_is_its_own() -> None:
@@ -434,8 +435,9 @@ def test_data_that_does_not_fit_is_refused() -> None:
         (lambda batch: -1, "weight returned -1 - return a number of items, 0 or more"),
         (lambda batch: math.nan, "weight returned nan - return a number of items, 0 or more"),
         (lambda batch: 10**5000, "weight returned a huge number - return at most 1099511627776"),
+        (lambda batch: -(10**5000), "weight returned a huge number - return at most"),
     ],
-    ids=["raises", "none", "a share", "less than nothing", "nan", "huge"],
+    ids=["raises", "none", "a share", "less than nothing", "nan", "huge", "tiny"],
 )
 def test_a_weight_that_is_no_number_is_refused(weight: Any, says: str) -> None:
     with pytest.raises(PipelineError) as refused:

@@ -320,3 +320,16 @@ def test_a_number_that_is_none_in_a_buffer_that_was_learned(tmp_path: Path) -> N
     change(directory, lambda tensors: tensors[bias].fill_(math.nan))
     with pytest.raises(ConfigError, match=f"{bias} has NaN or infinity"):
         pipeline_of(directory).build_stage(0)
+
+
+@pytest.mark.parametrize("kept", [lambda name: name != NORM, lambda name: False])
+def test_weights_that_lack_a_tensor(
+    kept: Callable[[str], bool], whole: Path, tmp_path: Path
+) -> None:
+    """Told from the headers: nothing else there could be converted into it."""
+    directory = Path(shutil.copytree(whole, tmp_path / "model"))
+    tensors = load_file(directory / "model.safetensors")
+    left = {name: each for name, each in tensors.items() if kept(name)}
+    save_file(left, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"has no weights for \S+ of shape .* - check that its"):
+        pipeline_of(directory).check()

@@ -113,15 +113,17 @@ def test_a_disk_that_refuses_costs_the_history_and_not_the_page(tmp_path: Path) 
     shown.store._db.execute("PRAGMA query_only = ON")
     assert tell(shown, answer([row(peers[0], 0)], after=9))
     assert shown.snapshot(NOW)["head"]["step"] == 8
-    assert shown.notes.total == 1
-    assert shown.cursor["after"] == 0, "asked again when there is room"
+    assert shown.notes.total == 0, "nobody has said what makes no sense"
+    assert shown.cursor["after"] == 9
     shown.store._db.execute("PRAGMA query_only = OFF")
     assert tell(shown, answer([row(peers[0], 0)], after=9), NOW + 1)
     assert shown.cursor["after"] == 9
     assert _done(shown) == {peers[0]: 10}
 
 
-def test_events_that_are_told_again_are_shown_once(tmp_path: Path) -> None:
+def test_what_the_disk_refuses_is_shown_once_and_not_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     peers = peer_ids(tmp_path, 1)
     shown = board(Store(tmp_path / "x.sqlite"))
     with contextlib.closing(sqlite3.connect(tmp_path / "x.sqlite", isolation_level=None)) as other:
@@ -132,13 +134,17 @@ def test_events_that_are_told_again_are_shown_once(tmp_path: Path) -> None:
             {"t": NOW, "event": "joined", "replica": f"{peers[0]}#00ff", "stage": 0},
             {"t": NOW, "event": "step", "step": 1, "loss": 3.0, "tokens": 10, "wall_s": 1.0},
         ]
-        for second in range(3):
-            assert tell(shown, answer([row(peers[0], 0)], events=events, after=9), NOW + second)
-        assert shown.cursor["after"] == 0
+        assert tell(shown, answer([row(peers[0], 0)], events=events, after=9), NOW)
+        for second in range(1, 3):
+            assert tell(shown, answer([row(peers[0], 0)], after=9), NOW + second)
+        assert shown.cursor["after"] == 9
+        assert [line["kind"] for line in shown.snapshot(NOW + 3)["feed"]] == ["joined"]
+        assert not shown.store.events()
+        assert [each.levelname for each in caplog.records] == ["ERROR"]
         other.execute("DROP TRIGGER full")
-    tell(shown, answer([row(peers[0], 0)], events=events, after=9), NOW + 3)
-    assert shown.cursor["after"] == 9
-    assert [line["kind"] for line in shown.snapshot(NOW + 3)["feed"]] == ["joined"]
+    left = [{"t": NOW + 3, "event": "left", "replica": f"{peers[0]}#00ff"}]
+    tell(shown, answer([], events=left, after=10), NOW + 3)
+    assert [line["n"] for line in shown.snapshot(NOW + 3)["feed"]] == [1, 2]
     assert len(shown.store.events()) == 1
 
 
