@@ -50,6 +50,7 @@ class BareStreams:
         self.plan: Any = None
         self.ready = asyncio.Event()
         self.served = asyncio.Semaphore(0)
+        self.endings: list[asyncio.Task[None]] = []  # nobody waits for them, as in ours
         transport.serve(BARE, Gathering(self.greet, self.accept, StreamLimit("bare", 1000, 1000)))
 
     def prepare(self, plan: Any, local: torch.Tensor, out: torch.Tensor) -> None:
@@ -101,9 +102,14 @@ class BareStreams:
                     await stream.receive_into(self.out[start:stop])
 
             await asyncio.gather(give(), take())
+            self.endings.append(asyncio.create_task(end(stream)))
+
+        async def end(stream: Any) -> None:
             await stream.receive_exactly(1)
             await stream.close()
 
+        await asyncio.gather(*self.endings)  # of the round before
+        self.endings.clear()
         others = [(i, p) for i, p in enumerate(self.plan.members) if i != self.me]
         await asyncio.gather(*(exchange(i, p) for i, p in others))
         for _ in others:

@@ -66,7 +66,7 @@ def continued(config: RunConfig, source: Path) -> Path | None:
     theirs = config_in(run_dir)
     named = config.run.trainers or theirs.run.trainers
     mine = stamp(with_trainers(config, named), "")
-    return None if say_if_another(run_dir, mine, theirs) else run_dir
+    return None if _say_if_another(run_dir, mine, theirs) else run_dir
 
 
 def say_what_differs(config: RunConfig, source: Path) -> None:
@@ -76,10 +76,10 @@ def say_what_differs(config: RunConfig, source: Path) -> None:
     run_dir = run_dir_of(source)
     with contextlib.suppress(StorageError, JoinError):  # the checkpoint alone matters
         theirs = config_in(run_dir)
-        say_if_another(run_dir, with_trainers(config, theirs.run.trainers), theirs)
+        _say_if_another(run_dir, with_trainers(config, theirs.run.trainers), theirs)
 
 
-def say_if_another(run_dir: Path, mine: RunConfig, theirs: RunConfig) -> bool:
+def _say_if_another(run_dir: Path, mine: RunConfig, theirs: RunConfig) -> bool:
     """Whether the run in `run_dir`, `theirs`, is another than `mine`; if so, in what is printed."""
     if canonical_bytes(mine) == canonical_bytes(theirs):
         return False

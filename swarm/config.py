@@ -45,8 +45,7 @@ __all__ = [
     "MAX_CONFIG_BYTES", "BatchSection", "CheckpointSection", "DataSection", "MemorySection",
     "ModelSection", "OptimizerSection", "RunConfig", "RunSection", "ScheduleSection",
     "UpdateSection", "ValidationSection", "WireSection", "canonical_bytes", "differences",
-    "from_canonical",
-    "load_config", "parse_config", "parse_toml", "run_id_of", "with_data_hashes",
+    "from_canonical", "load_config", "parse_config", "parse_toml", "run_id_of", "with_data_hashes",
     "with_pretrained_hash", "with_trainers",
 ]  # fmt: skip
 

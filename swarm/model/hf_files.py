@@ -96,10 +96,10 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 def _headers(path: Path) -> dict[str, Header]:
     with _opened(path) as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        names: list[str] = file.keys()
+        slices = zip(names, map(file.get_slice, names), strict=True)
         return {
-            name: Header(path, each.get_dtype(), tuple(each.get_shape()))
-            for name, each in slices.items()
+            name: Header(path, each.get_dtype(), tuple(each.get_shape())) for name, each in slices
         }
 
 

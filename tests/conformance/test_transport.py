@@ -144,7 +144,7 @@ async def check_who_waits_for_the_other_to_end_loses_nothing(peers: list[Transpo
     async def chatter(stream: Stream) -> None:
         while True:
             await stream.send([b"x" * 1000])
-            await asyncio.sleep(0.0005)
+            await asyncio.sleep(0.0005)  # on and on, as long as the reader reads
 
     peers[1].serve("/answer/1", answer)
     stream = await peers[0].dial(peers[1].peer_id, "/answer/1", peers[1].addresses)
@@ -153,7 +153,7 @@ async def check_who_waits_for_the_other_to_end_loses_nothing(peers: list[Transpo
     received = b""
     while len(received) < len(data):
         received += await stream.receive_exactly(MIB // 64)
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(0.002)  # it is slow
     assert received == data
     assert not over.is_set()
     await stream.close()
