@@ -9,6 +9,7 @@ from typing import Any
 
 from _kept import ALIKE, GOALS, Row, best, policy_of
 from _profiles import PROFILES
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
@@ -32,7 +33,8 @@ def shares(rows: Sequence[Row], path: Path) -> None:
     columns = min(COLUMNS, len(panels))
     lines = math.ceil(len(panels) / columns)
     figure = Figure(figsize=(2 + 4.8 * columns, 0.5 + 2.7 * lines), layout="constrained")
-    colours = {name: f"C{number % 10}" for number, name in enumerate(settings)}
+    palette = colormaps["tab10" if len(settings) <= 10 else "tab20"]
+    colours = {name: palette(number % palette.N) for number, name in enumerate(settings)}
     width = GROUP / len(settings)
     places = figure.subplots(lines, columns, squeeze=False).flat
     for axes in places[len(panels) :]:
