@@ -501,7 +501,7 @@ class RunConfig(Section):
         if wire.rounding == "stochastic" and not any(each.startswith("int") for each in used):
             raise ValueError(
                 'wire.rounding = "stochastic" has no meaning where no boundary has int8 or int4',
-                "set wire.activations to one of them, or leave wire.rounding out",
+                "let a boundary have one of them, or leave wire.rounding out",
             )
         return self
 

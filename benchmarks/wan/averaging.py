@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from _helpers import print_results, result
+from _helpers import end_politely, print_results, result
 from _lab import FORKED, Lab
 from _measured import given, said, traffic_of
 from _namespaces import DEVICE, LabError
@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--keep-window", action="store_true", help="no slow start after a pause")
     options = parser.parse_args()
+    end_politely()
     results = []
     print(
         "profile   TCP        members connections   ours s (busy)   gloo s (busy)   ours/gloo"
@@ -154,3 +155,5 @@ if __name__ == "__main__":
         main()
     except LabError as error:
         raise SystemExit(f"error: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import _plots
-from _helpers import print_results, result
+from _helpers import end_politely, print_results, result
 from _kept import Row, keep, kept, newest, stamp
 from _lab import Host, Lab
 from _measured import Measured, kinds
@@ -91,6 +91,7 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="only what is in FILE; run nothing")
     parser.add_argument("--plot", type=Path, help="also draw the curve over connections, as PNG")
     options = parser.parse_args()
+    end_politely()
     run = stamp()
     print(f"{'profile':8} {'TCP':6} {'':28}{'measured':>17}   configured")
     for profile in () if options.show else options.profiles:
@@ -122,3 +123,5 @@ if __name__ == "__main__":
         main()
     except (LabError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

@@ -58,6 +58,7 @@ from _profiles import PROFILES
 from _wide import Sizes, wide
 
 from swarm.config import RunConfig
+from swarm.net.transport import MAX_CONNECTIONS
 
 HIDDEN, SEQUENCE = 2048, 1024
 STAGES, REPLICAS = 3, 2
@@ -264,6 +265,10 @@ def main() -> None:
     options = parser.parse_args()
     if not 0 < options.ahead <= 1:
         parser.error("--ahead is above 0 and at most 1")
+    if min(options.limit, options.seconds, options.rounds, options.steps) <= 0:
+        parser.error("--limit, --seconds, --rounds and --steps are above 0")
+    if options.parameters < 0 or not set(options.connections) <= set(range(1, MAX_CONNECTIONS + 1)):
+        parser.error(f"--parameters is at least 0, --connections 1 to {MAX_CONNECTIONS}")
     if options.connections != [1] and options.real:
         parser.error("--connections is for paced peers")
     if options.microbatches < REPLICAS or options.microbatches % REPLICAS:
@@ -398,3 +403,5 @@ if __name__ == "__main__":
         main()
     except (LabError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

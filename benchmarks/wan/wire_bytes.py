@@ -167,3 +167,5 @@ if __name__ == "__main__":
         main()
     except LabError as error:
         raise SystemExit(f"error: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

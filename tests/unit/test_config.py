@@ -161,7 +161,7 @@ def test_every_example_loads(path: Path) -> None:
         ('rounding = "nearest"', 'boundaries = [{ boundary = 0 }]',
          "wire.boundaries[0] names no codec - give it forward, backward or both"),
         ('rounding = "nearest"', 'rounding = "stochastic"', 'wire.rounding = "stochastic" has no '
-         "meaning where no boundary has int8 or int4 - set wire.activations to one of them, or"),
+         "meaning where no boundary has int8 or int4 - let a boundary have one of them, or"),
         ('rounding = "nearest"', 'boundaries = "x"', "wire.boundaries should be a list, not 'x'"),
         ('rounding = "nearest"', 'boundaries = [1]', "wire.boundaries[0] should be a table, not 1"),
         ('policy = "exact"', 'policy = "diloco"', "update.policy should be 'exact'"),
