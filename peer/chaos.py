@@ -304,7 +304,7 @@ def run_chaos(
 ) -> bool:
     """`swarm chaos`. Whether nothing was lost, nothing counted twice, the bits are equal, who was
     asked to leave did so in order, and nobody else ended."""
-    from peer.claims import spare_identity, stamped
+    from peer.claims import local_trainer, stamped
     from peer.commands import importing
     from peer.interrupt import run_loop
     from peer.local import parse_peers
@@ -315,7 +315,7 @@ def run_chaos(
     config = load_config(path)
     default = dict.fromkeys(range(config.model.stages), 2)
     counts = default if peers is None else parse_peers(peers)
-    trainer = spare_identity()
+    trainer = local_trainer(config)
     with importing(config, 1) as server:
         config = stamped(config, trainer.peer_id)
         run_dir = fresh_directory(config, directory)

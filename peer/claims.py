@@ -11,7 +11,7 @@ from peer.cli.command_line import command_line
 from peer.places import config_in, data_home, is_free, run_directory, tcp_ports
 from swarm.config import RunConfig, canonical_bytes, differences, with_trainers
 from swarm.consensus import Vote
-from swarm.errors import ConfigError, DataError, InUseError, JoinError, StorageError
+from swarm.errors import ConfigError, DataError, InUseError, StorageError
 from swarm.local_path import expanded
 from swarm.words import integer
 
@@ -43,10 +43,7 @@ def as_trainer(
         if each.peer_id in named or (not named and _holds(run_dir, mine)):
             return mine, _claimed(each.path, run_dir)
     if named:
-        raise ConfigError(
-            f"this machine ({known[0].peer_id}) is not one of the run's trainers",
-            "lead from a machine whose identity run.trainers lists, or leave it out",
-        )
+        raise _not_a_trainer(known[0].peer_id)
     claimed = claim_identity_file(path) if path is not None else claim_identity(home)
     return with_trainers(config, [claimed.peer_id]), claimed
 
@@ -74,7 +71,7 @@ def say_what_differs(config: RunConfig, source: Path) -> None:
     from peer.checkpoints import run_dir_of
 
     run_dir = run_dir_of(source)
-    with contextlib.suppress(StorageError, JoinError):  # the checkpoint alone matters
+    with contextlib.suppress(StorageError):  # the checkpoint alone matters
         theirs = config_in(run_dir)
         _say_if_another(run_dir, with_trainers(config, theirs.run.trainers), theirs)
 
@@ -133,11 +130,42 @@ def _claimed(path: Path, run_dir: Path) -> Identity:
         ) from None
 
 
-def spare_identity() -> Identity:
-    """An identity that nobody leads with, claimed: a swarm started meanwhile takes another."""
-    from swarm.net.identity import claim_identity
+def local_trainer(config: RunConfig) -> Identity:
+    """The identity that leads a swarm which is wholly on this machine, claimed.
 
-    return claim_identity(data_home() / "trainer")
+    The one the run names; else one that nobody leads with, so a swarm started meanwhile takes
+    another. Raises ConfigError when the run names others, InUseError when it is in use.
+    """
+    from swarm.net.identity import claim_identity, claim_identity_file, load_identity
+
+    home = data_home() / "trainer"
+    named = config.run.trainers
+    if not named:
+        return claim_identity(home)
+    if len(named) > 1:
+        raise ConfigError(
+            f"run.trainers lists {len(named)}, and a swarm on one machine has one trainer",
+            "leave run.trainers out, or lead from each of their machines with `swarm train`",
+        )
+    mine = load_identity(home / "identity.key")
+    for path in sorted(home.glob("identity*.key")):
+        if load_identity(path).peer_id not in named:
+            continue
+        try:
+            return claim_identity_file(path)
+        except InUseError:
+            raise InUseError(
+                f"another process leads with this machine's identity {named[0]}",
+                "stop it, or leave run.trainers out",
+            ) from None
+    raise _not_a_trainer(mine.peer_id)
+
+
+def _not_a_trainer(peer_id: str) -> ConfigError:
+    return ConfigError(
+        f"this machine ({peer_id}) is not one of the run's trainers",
+        "lead from a machine whose identity run.trainers lists, or leave it out",
+    )
 
 
 def stamped(config: RunConfig, trainer: str) -> RunConfig:

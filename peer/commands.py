@@ -15,9 +15,9 @@ from peer.claims import (
     is_over,
     last_vote,
     led_by,
+    local_trainer,
     ports_as_before,
     say_what_differs,
-    spare_identity,
     stamped,
 )
 from peer.cli.checks import check_addresses, check_device_name
@@ -31,6 +31,7 @@ from swarm.errors import ConfigError, JoinError
 
 if TYPE_CHECKING:
     from peer.local_process import ForkServer
+    from swarm.data import Dataset
 
 
 # ---- swarm train --------------------------------------------------------------------------------
@@ -173,7 +174,7 @@ def run_locally(
             "give every stage at least one replica",
         )
     same = None if resume is None else continued(config, resume)
-    trainer = spare_identity() if same is None else led_by(same)
+    trainer = local_trainer(config) if same is None else led_by(same)
     with importing(config, threads or max(1, num_cores() // sum(counts.values()))) as server:
         config = stamped(config, trainer.peer_id)
         run_dir = same or fresh_directory(config, directory)
@@ -301,6 +302,7 @@ def evaluate_export(directory: Path, run: Path, microbatches: int) -> dict[str, 
     progress.print("checking data and model")
     config = stamp(config, "eval")
     with contextlib.closing(build_dataset(config)) as dataset:
+        _check_reads_alike(directory, dataset)
         batches = (
             {name: torch.from_numpy(array) for name, array in dataset.validation_batch(i).items()}
             for i in track(range(microbatches), "evaluating", console=progress, transient=True)
@@ -325,3 +327,23 @@ def _check_fits(model: Any, config: RunConfig) -> None:
                 f"the run's data needs {wanted} {what}, the model has {has}",
                 "name the run.toml that it was trained with",
             )
+
+
+def _check_reads_alike(directory: Path, dataset: Dataset) -> None:
+    """Raises ConfigError where the model's own tokenizer makes other tokens of the run's text: its
+    loss on the run's tokens would mean nothing. A directory need not have one."""
+    from swarm.data.tokenizer import TOKENIZER_FILE
+    from swarm.model.generate import load_tokenizer
+
+    ours = dataset.tokenizer
+    if ours is None or not (directory / TOKENIZER_FILE).is_file():
+        return
+    text = ours.decode(dataset.validation_batch(0)["tokens"][0].tolist())
+    theirs = load_tokenizer(directory)
+    if theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids != ours.encode(
+        text
+    ):
+        raise ConfigError(
+            f"the tokenizer in {directory} is not the run's",
+            "name the run.toml that the model was trained with",
+        )

@@ -7,12 +7,14 @@ Face directory, loaded from there, and continues a line of Python.
 
 from __future__ import annotations
 
+import shutil
+import sys
 import time
 from pathlib import Path
 
 import typer
 
-from peer.claims import spare_identity, stamped
+from peer.claims import local_trainer, stamped
 from peer.cli.command_line import command_line
 from peer.commands import importing
 from peer.export import export_checkpoint
@@ -33,8 +35,8 @@ def run_demo(directory: Path | None, *, plain: bool, minutes: float) -> None:
     Raises SwarmError; KeyboardInterrupt when the user has enough.
     """
     began = time.monotonic()
-    trainer = spare_identity()
     config = parse_toml(default_toml(), "the demo's run.toml")
+    trainer = local_trainer(config)
     peers = dict.fromkeys(range(config.model.stages), REPLICAS)
     with importing(config, max(1, num_cores() // sum(peers.values()))) as server:
         config = stamped(config, trainer.peer_id)
@@ -65,5 +67,10 @@ def run_demo(directory: Path | None, *, plain: bool, minutes: float) -> None:
     torch.set_num_threads(1)  # so small a model only waits for a second one
     text = generate(model, PROMPT, max_new_tokens=SAMPLE_TOKENS, temperature=0.6, seed=1)
     typer.echo("".join(c if c.isprintable() or c == "\n" else " " for c in text))
-    more = command_line(".venv/bin/swarm", "generate", model, "import ")
+    more = command_line(_program(), "generate", model, "import ")
     typer.echo(f"\nmore: {more}")
+
+
+def _program() -> str:
+    """How this program is called where it was called now."""
+    return "swarm" if shutil.which("swarm") == sys.argv[0] else sys.argv[0]

@@ -45,7 +45,8 @@ def require_lan() -> None:
     """Raises ConfigError, saying what to install, when the extra is not there."""
     if any(importlib.util.find_spec(name) is None for name in ("libp2p", "zeroconf")):
         raise ConfigError(
-            "--lan needs py-libp2p", "install the extra `lan`, as by pip install '.[lan]'"
+            "--lan needs py-libp2p",
+            "install the extra `lan`, as by pip install -c constraints.txt '.[lan]'",
         )
 
 

@@ -62,7 +62,7 @@ def fresh_directory(config: RunConfig, chosen: Path | None) -> Path:
 
 
 def config_in(run_dir: Path) -> RunConfig:
-    """What the run in this directory was started with. Raises StorageError, JoinError."""
+    """What the run in this directory was started with. Raises StorageError."""
     from swarm.config import from_canonical, run_id_of
 
     try:
@@ -71,7 +71,14 @@ def config_in(run_dir: Path) -> RunConfig:
         raise StorageError(
             f"cannot read {run_dir}: {error.strerror}", "give a run directory that you may read"
         ) from None
-    return from_canonical(data, run_id_of(data))
+    try:
+        return from_canonical(data, run_id_of(data))
+    except JoinError as error:
+        why = error.message.removeprefix("the run config received: ")
+        raise StorageError(
+            f"{run_dir / 'run.json'} cannot be read: {why}",
+            "it is damaged, or of another version of swarm-parallel",
+        ) from None
 
 
 def refuse_another_run(run_dir: Path, config: RunConfig) -> None:
@@ -88,7 +95,7 @@ def refuse_another_run(run_dir: Path, config: RunConfig) -> None:
         raise StorageError(what, "choose another directory with --dir") from None
     try:
         unlike = f" ({differences(config, config_in(run_dir))})"
-    except (StorageError, JoinError):  # of another version of this program, say
+    except StorageError:  # of another version of this program, say
         unlike = ""
     what = f"{run_dir} holds another run{unlike}"
     raise StorageError(what, "choose another directory with --dir")

@@ -19,7 +19,7 @@ from peer.cli.checks import (
 from peer.interrupt import until_interrupted
 from peer.places import data_home
 from peer.streams import forgive_full_disk
-from swarm.errors import JoinError, StorageError
+from swarm.errors import ConfigError, JoinError, StorageError
 from swarm.words import clean
 
 LAST_SWARM = "last-swarm"
@@ -60,6 +60,10 @@ def serve_stage(
     check_pipeline_name(allow_pipeline)
     check_pretrained_directory(pretrained)
     home = data_dir or data_home() / "peer"
+    if lan and join is not None:
+        raise ConfigError("--lan finds a run, --join names one", "give one of them")
+    if join is not None and not join.strip():
+        raise JoinError("--join is empty", "pass the link that `swarm train` printed")
     if lan:
         join = _find_on_lan()
     join = join or os.environ.get(JOIN_VARIABLE) or last_swarm(home)

@@ -75,7 +75,17 @@ def load_config(path: str | Path) -> RunConfig:
         raise ConfigError(
             f"cannot read {path}: {error.strerror}", "name a run.toml that you may read"
         ) from None
-    return parse_toml(text, str(path))
+    config = parse_toml(text, str(path))
+    if config.run.trainers:
+        from swarm.net.identity import is_peer_id
+
+        for index, trainer in enumerate(config.run.trainers):
+            if not is_peer_id(trainer):
+                raise ConfigError(
+                    f"{path}: run.trainers[{index}] {trainer!r} is not a peer id",
+                    "`swarm id` prints the one of its machine",
+                )
+    return config
 
 
 def parse_toml(text: str, name: str = "run.toml") -> RunConfig:

@@ -73,8 +73,8 @@ def generate(
 ) -> str:
     """`text` and what the model writes after it; temperature 0 takes the likeliest token.
 
-    The same seed gives the same text on the same machine. Old context is dropped where the model
-    has fewer positions. Raises ConfigError.
+    The same seed gives the same text on the same machine. Where the model's positions are full, it
+    goes on from the newer half of the text. Raises ConfigError.
     """
     is_temperature = temperature == 0 or MIN_TEMPERATURE <= temperature < math.inf
     if max_new_tokens < 1 or not is_temperature or not 0 <= seed < MAX_SEED:
@@ -90,28 +90,38 @@ def generate(
             "export an earlier checkpoint, or train anew with a lower lr",
         )
     end = model.generation_config.eos_token_id
+    ends = end if isinstance(end, list) else [end]
     ids = tokenizer(text, return_tensors="pt").input_ids if text else None
     if ids is None or not ids.numel():
         ids = torch.tensor([[end if isinstance(end, int) else 0]])
     positions = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(positions, int) and positions > 1:
-        max_new_tokens = min(max_new_tokens, positions - 1)
-        ids = ids[:, -(positions - max_new_tokens) :]
+    if not isinstance(positions, int):
+        positions = ids.shape[1] + max_new_tokens
     ids = ids.to(device)
+    written: list[int] = []
     options: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         options = {"do_sample": True, "temperature": temperature}
     devices = [device] if device.startswith("cuda") else []
     with quiet(), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
-        output = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            pad_token_id=end if isinstance(end, int) else 0,
-            **options,
-        )
-    return text + str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
+        while len(written) < max_new_tokens:
+            if ids.shape[1] >= positions:
+                ids = ids[:, -max(1, positions // 2) :]
+            room = min(max_new_tokens - len(written), max(1, positions - ids.shape[1]))
+            output = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=room,
+                pad_token_id=end if isinstance(end, int) else 0,
+                **options,
+            )
+            new = output[0, ids.shape[1] :].tolist()
+            written += new
+            if len(new) < room or (new and new[-1] in ends):
+                break  # the model has ended its text
+            ids = output
+    return text + str(tokenizer.decode(written, skip_special_tokens=True))
 
 
 @torch.inference_mode()

@@ -84,7 +84,7 @@ def inline_config(values: dict[str, Any], vocab_size: int) -> Any:
     known = {*vars(family()), *family.attribute_map, *LEGACY, *_undeclared(family)}
     for key in values:
         if key not in known:
-            close = difflib.get_close_matches(key, known, 1)
+            close = difflib.get_close_matches(key, [each for each in known if each[0] != "_"], 1)
             remedy = f"did you mean {close[0]}?" if close else "check its spelling"
             raise ConfigError(f"[model.config] {model_type} has no setting {key!r}", remedy)
     values.setdefault("tie_word_embeddings", False)

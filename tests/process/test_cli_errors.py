@@ -29,6 +29,7 @@ from peer.cli.errors import fail_in_one_line
 from peer.cli.peer_program import peer_app
 from peer.cli.swarm_program import app
 from peer.run_peer import Speaker
+from swarm.data.tokenizer import byte_tokenizer, train_bpe
 from swarm.errors import StorageError
 from swarm.model.hf_carve import ForeignLayer, Reached
 from swarm.net.directory import DhtDirectory
@@ -213,6 +214,8 @@ def test_peers_that_do_not_fit_the_run(tmp_path: Path) -> None:
         (CONFIG, ("--stage", "first"), "--stage 'first'"),
         (DEVICE, ("--device", "tpu"), "no device is called 'tpu'"),
         (CONFIG, ("--allow-pipeline", "own_package"), "my_package:pipeline"),
+        (CONFIG, ("--lan", "--join", DEAD), "--lan finds a run, --join names one"),
+        (JOIN, ("--join", ""), "--join is empty - pass the link"),
         (CONFIG, ("--pretrained", "nowhere"), "nowhere holds no Hugging Face model"),
     ],
 )
@@ -223,7 +226,23 @@ def test_flags_of_a_peer_are_checked_first(code: int, flags: tuple[str, ...], sa
 def test_not_one_of_the_trainers(tmp_path: Path) -> None:
     run = toml(tmp_path / "run.toml", steps=1)
     run.write_text(run.read_text().replace("[run]", f'[run]\ntrainers = ["{PEER_ID}"]'))
-    assert "not one of the run's trainers" in fails(CONFIG, "train", run)
+    for command in ("train", "up", "chaos"):
+        assert "not one of the run's trainers" in fails(CONFIG, command, run)
+    run.write_text(run.read_text().replace(PEER_ID, "abc"))
+    for command in ("train", "up", "baseline"):
+        said = fails(CONFIG, command, run)
+        assert said.endswith("run.trainers[0] 'abc' is not a peer id - "
+                             "`swarm id` prints the one of its machine")  # fmt: skip
+
+
+def test_a_run_directory_with_a_damaged_config(tmp_path: Path) -> None:
+    run = toml(tmp_path / "run.toml", steps=1)
+    (tmp_path / "before").mkdir()
+    (tmp_path / "before" / "run.json").write_text('{"run": 1}')
+    for command in ("train", "up"):
+        said = fails(STORAGE, command, run, "--resume", "before")
+        assert "before/run.json cannot be read: run should be a table" in said
+        assert said.endswith(" - it is damaged, or of another version of swarm-parallel")
 
 
 def test_a_package_that_is_not_installed(tmp_path: Path) -> None:
@@ -288,6 +307,23 @@ def test_a_model_that_a_run_s_data_does_not_fit(
     heads = {"num_attention_heads": 2, "vocab_size": 256}
     LlamaForCausalLM(LlamaConfig(**{**small, **heads, **sizes})).save_pretrained("model")
     assert said in fails(CONFIG, "eval", "model", "--run", run)
+
+
+def test_a_model_with_another_tokenizer(tmp_path: Path) -> None:
+    """Its loss would be a number, of text that it never saw so."""
+    run = toml(tmp_path / "run.toml", steps=1)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, vocab_size=300))
+    model.save_pretrained("model")
+    byte_tokenizer().save_tokenizer("model")
+    assert CliRunner().invoke(app, ["eval", "model", "--run", str(run)]).exit_code == 0
+    train_bpe(iter([b"the quick brown fox jumps over the lazy dog " * 9]), 300).save_tokenizer(
+        "model"
+    )
+    assert fails(CONFIG, "eval", "model", "--run", run) == (
+        "the tokenizer in model is not the run's - "
+        "name the run.toml that the model was trained with"
+    )
 
 
 def test_a_loss_that_is_no_number_is_null(tmp_path: Path) -> None:

@@ -278,7 +278,7 @@ def test_the_command_fails_unless_the_run_was_as_it_must_be(
     monkeypatch.setattr(chaos, "ChaosRun", Ran)
     monkeypatch.setattr(chaos, "baseline_sha256", lambda config, num_steps: "ab" * 32)
     monkeypatch.setattr(commands, "importing", lambda *args: contextlib.nullcontext())
-    monkeypatch.setattr(commands, "spare_identity", lambda: identity)
+    monkeypatch.setattr(commands, "local_trainer", lambda config: identity)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run = toml(tmp_path / "run.toml", steps=1, stages=1)
     run.write_text(run.read_text().replace("microbatches = 6", "microbatches = 3"))

@@ -114,6 +114,36 @@ def test_generated_text_depends_on_the_seed_alone(tmp_path: Path) -> None:
             generate(tmp_path / "out", "def f(", **wrong)
 
 
+def test_a_text_longer_than_the_models_positions_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of a prompt that fits is read, and all tokens asked for are written."""
+    pipeline = a_pipeline()
+    export_model(pipeline, weights(pipeline), tmp_path / "out", byte_tokenizer())
+    model = load_exported(tmp_path / "out")
+    assert (positions := model.config.max_position_embeddings) == 32
+    read: list[Any] = []
+
+    def generate_some(ids: Any, *, max_new_tokens: int, **options: Any) -> Any:
+        read.append(ids[0].tolist())
+        assert len(read[-1]) + max_new_tokens <= positions
+        return torch.cat([ids, torch.full((1, max_new_tokens), ord("z"))], dim=1)
+
+    model.generate = generate_some
+    monkeypatch.setattr("swarm.model.generate.load_exported", lambda *_: model)
+    prompt = "0123456789" * 3
+    assert generate(tmp_path / "out", prompt, max_new_tokens=50) == prompt + "z" * 50
+    assert bytes(read[0]).decode() == prompt
+    assert bytes(read[1]).decode() == prompt[-14:] + "zz"
+    assert [len(ids) for ids in read] == [30, 16, 16, 16]
+    read.clear()
+    generate(tmp_path / "out", "a" * 17 + "b" * 16, max_new_tokens=1)
+    assert bytes(read[0]).decode() == "b" * 16
+    ends = model.generation_config.eos_token_id = [ord("z"), 7]
+    assert ends == [122, 7]
+    assert generate(tmp_path / "out", prompt, max_new_tokens=50) == prompt + "zz"
+
+
 def test_a_model_that_has_diverged_writes_nothing(tmp_path: Path) -> None:
     pipeline = a_pipeline()
     state = weights(pipeline)

@@ -11,8 +11,10 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
 import swarm.net.identity
-from peer.claims import spare_identity
-from swarm.errors import StorageError
+from peer.claims import local_trainer
+from swarm.config import parse_toml, with_trainers
+from swarm.config_text import default_toml
+from swarm.errors import ConfigError, InUseError, StorageError
 from swarm.net.hivemind_quiet import import_hivemind
 from swarm.net.identity import (
     Identity,
@@ -151,9 +153,20 @@ def test_swarms_started_at_once_on_one_machine_have_trainers_of_their_own(
 ) -> None:
     """The first is still checking its data, and leads nothing yet, when the second chooses."""
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
-    first, second = spare_identity(), spare_identity()
+    config = parse_toml(default_toml())
+    first, second = local_trainer(config), local_trainer(config)
     try:
         assert first.peer_id != second.peer_id
+        named = with_trainers(config, [second.peer_id])
+        with pytest.raises(InUseError, match=rf"leads with .* {second.peer_id} - stop it"):
+            local_trainer(named)
+        second.release()
+        second = local_trainer(named)
+        assert named.run.trainers == (second.peer_id,)
     finally:
         first.release()
         second.release()
+    with pytest.raises(ConfigError, match=rf"\({first.peer_id}\) is not one of the run's trainers"):
+        local_trainer(with_trainers(config, ["another"]))
+    with pytest.raises(ConfigError, match=r"lists 2, .* one trainer - leave run\.trainers out"):
+        local_trainer(with_trainers(config, [first.peer_id, "another"]))
