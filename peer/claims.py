@@ -99,14 +99,15 @@ def _holds(run_dir: Path, config: RunConfig) -> bool:
 
 
 def led_by(run_dir: Path) -> Identity:
-    """The identity of this machine that led the run in `run_dir`, claimed.
+    """The identity of this machine that led the run in `run_dir`, wholly on it, claimed.
 
-    Raises ConfigError when it is not here (only a trainer that the run names can go on with it),
-    StorageError when another process uses it.
+    Raises ConfigError when it is not here (only a trainer that the run names can go on with it) or
+    the run names several, StorageError when another process uses it.
     """
     from swarm.net.identity import load_identity
 
     named = config_in(run_dir).run.trainers
+    _refuse_several(named)
     for path in sorted((data_home() / "trainer").glob("identity*.key")):
         if load_identity(path).peer_id in named:
             return _claimed(path, run_dir)
@@ -142,11 +143,7 @@ def local_trainer(config: RunConfig) -> Identity:
     named = config.run.trainers
     if not named:
         return claim_identity(home)
-    if len(named) > 1:
-        raise ConfigError(
-            f"run.trainers lists {len(named)}, and a swarm on one machine has one trainer",
-            "leave run.trainers out, or lead from each of their machines with `swarm train`",
-        )
+    _refuse_several(named)
     mine = load_identity(home / "identity.key")
     for path in sorted(home.glob("identity*.key")):
         if load_identity(path).peer_id not in named:
@@ -159,6 +156,15 @@ def local_trainer(config: RunConfig) -> Identity:
                 "stop it, or leave run.trainers out",
             ) from None
     raise _not_a_trainer(mine.peer_id)
+
+
+def _refuse_several(named: Sequence[str]) -> None:
+    """Of a swarm on one machine: it would wait for a majority of them."""
+    if len(named) > 1:
+        raise ConfigError(
+            f"run.trainers lists {len(named)}, and a swarm on one machine has one trainer",
+            "leave run.trainers out, or lead from each of their machines with `swarm train`",
+        )
 
 
 def _not_a_trainer(peer_id: str) -> ConfigError:

@@ -332,17 +332,18 @@ def _check_fits(model: Any, config: RunConfig) -> None:
 def _check_reads_alike(directory: Path, dataset: Dataset) -> None:
     """Raises ConfigError where the model's own tokenizer makes other tokens of the run's text: its
     loss on the run's tokens would mean nothing. A directory need not have one."""
-    from swarm.data.tokenizer import TOKENIZER_FILE
-    from swarm.model.generate import load_tokenizer
+    from swarm.data.tokenizer import TOKENIZER_FILE, load_bpe
+    from swarm.model.generate import EXPORTED
 
-    ours = dataset.tokenizer
-    if ours is None or not (directory / TOKENIZER_FILE).is_file():
+    ours, path = dataset.tokenizer, directory / TOKENIZER_FILE
+    if ours is None or not path.is_file():
         return
+    try:
+        theirs = load_bpe(path, ours.vocab_size)  # as the run reads its own, not as transformers
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read the tokenizer: {error}", EXPORTED) from None
     text = ours.decode(dataset.validation_batch(0)["tokens"][0].tolist())
-    theirs = load_tokenizer(directory)
-    if theirs(text, add_special_tokens=False, split_special_tokens=True).input_ids != ours.encode(
-        text
-    ):
+    if theirs.encode(text) != ours.encode(text):
         raise ConfigError(
             f"the tokenizer in {directory} is not the run's",
             "name the run.toml that the model was trained with",

@@ -121,6 +121,8 @@ def load_bpe(path: Path, vocab_size: int) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_str(text)
     except Exception as error:  # the library raises nothing more specific
         raise ValueError(f"{path} holds no tokenizer: {error}") from None
+    backend.no_truncation()
+    backend.no_padding()
     return _bpe(backend, vocab_size)
 
 

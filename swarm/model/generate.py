@@ -95,7 +95,7 @@ def generate(
     if ids is None or not ids.numel():
         ids = torch.tensor([[end if isinstance(end, int) else 0]])
     positions = getattr(model.config, "max_position_embeddings", None)
-    if not isinstance(positions, int):
+    if not isinstance(positions, int) or positions < 1:
         positions = ids.shape[1] + max_new_tokens
     ids = ids.to(device)
     written: list[int] = []
@@ -106,9 +106,10 @@ def generate(
     with quiet(), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         while len(written) < max_new_tokens:
-            if ids.shape[1] >= positions:
+            if ids.shape[1] > positions:
                 ids = ids[:, -max(1, positions // 2) :]
-            room = min(max_new_tokens - len(written), max(1, positions - ids.shape[1]))
+            # The last token that is written takes no position: it is not read.
+            room = min(max_new_tokens - len(written), positions + 1 - ids.shape[1])
             output = model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),

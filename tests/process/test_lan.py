@@ -76,7 +76,7 @@ def test_helper_ends_with_its_parent() -> None:
 
 def test_missing_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lan.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install '\.\[lan\]'"):
+    with pytest.raises(ConfigError, match=r"pip install -c constraints\.txt '\.\[lan\]'"):
         asyncio.run(lan.find_on_lan(None, 1.0))
 
 

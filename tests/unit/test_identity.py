@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import padding, rsa
 
 import swarm.net.identity
-from peer.claims import local_trainer
-from swarm.config import parse_toml, with_trainers
+from peer.claims import led_by, local_trainer
+from swarm.config import canonical_bytes, parse_toml, with_trainers
 from swarm.config_text import default_toml
 from swarm.errors import ConfigError, InUseError, StorageError
 from swarm.net.hivemind_quiet import import_hivemind
@@ -170,3 +170,7 @@ def test_swarms_started_at_once_on_one_machine_have_trainers_of_their_own(
         local_trainer(with_trainers(config, ["another"]))
     with pytest.raises(ConfigError, match=r"lists 2, .* one trainer - leave run\.trainers out"):
         local_trainer(with_trainers(config, [first.peer_id, "another"]))
+    several = canonical_bytes(with_trainers(config, [first.peer_id, "another"]))
+    (tmp_path / "run.json").write_bytes(several)
+    with pytest.raises(ConfigError, match=r"lists 2, .* one trainer - leave run\.trainers out"):
+        led_by(tmp_path)
