@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,22 +29,17 @@ def as_trainer(
     """
     from swarm.net.identity import claim_identity, claim_identity_file, load_identity
 
-    home = data_home() / "trainer"
-    if path is not None:
-        known = [load_identity(path)]
-    else:
-        load_identity(home / "identity.key")
-        known = [load_identity(each) for each in sorted(home.glob("identity*.key"))]
     named = config.run.trainers
-    config = stamped(config, known[0].peer_id)
-    for each in known:
+    first = load_identity(path) if path is not None else _first_identity()
+    config = stamped(config, first.peer_id)
+    for each in [first] if path is not None else _identities():
         mine = config if named else with_trainers(config, [each.peer_id])
         run_dir = run_directory(mine, directory)
         if each.peer_id in named or (not named and _holds(run_dir, mine)):
             return mine, _claimed(each.path, run_dir)
     if named:
-        raise _not_a_trainer(known[0].peer_id)
-    claimed = claim_identity_file(path) if path is not None else claim_identity(home)
+        raise _not_a_trainer(first.peer_id)
+    claimed = claim_identity_file(path) if path is not None else claim_identity(_trainer_home())
     return with_trainers(config, [claimed.peer_id]), claimed
 
 
@@ -86,9 +81,43 @@ def _say_if_another(run_dir: Path, mine: RunConfig, theirs: RunConfig) -> bool:
 
 def trainer_id() -> str:
     """The peer id this machine leads with unless told otherwise; made when there is none."""
+    return _first_identity().peer_id
+
+
+def _trainer_home() -> Path:
+    return data_home() / "trainer"
+
+
+def _first_identity() -> Identity:
+    """What this machine leads with unless told otherwise, not claimed; made when there is none."""
     from swarm.net.identity import load_identity
 
-    return load_identity(data_home() / "trainer" / "identity.key").peer_id
+    return load_identity(_trainer_home() / "identity.key")
+
+
+def _identities() -> Iterator[Identity]:
+    """All that this machine leads with, not claimed.
+
+    A file that cannot be read raises its StorageError only after the last: it is no matter to a run
+    that is led with another.
+    """
+    from swarm.net.identity import load_identity
+
+    damage: StorageError | None = None
+    for path in sorted(_trainer_home().glob("identity*.key")):
+        try:
+            identity = load_identity(path)
+        except StorageError as error:
+            damage = damage or error
+        else:
+            yield identity
+    if damage is not None:
+        raise damage
+
+
+def _own(named: Sequence[str]) -> Identity | None:
+    """This machine's identity among those that a run names, not claimed. Raises StorageError."""
+    return next((each for each in _identities() if each.peer_id in named), None)
 
 
 def _holds(run_dir: Path, config: RunConfig) -> bool:
@@ -104,17 +133,15 @@ def led_by(run_dir: Path) -> Identity:
     Raises ConfigError when it is not here (only a trainer that the run names can go on with it) or
     the run names several, StorageError when another process uses it.
     """
-    from swarm.net.identity import load_identity
-
     named = config_in(run_dir).run.trainers
     _refuse_several(named)
-    for path in sorted((data_home() / "trainer").glob("identity*.key")):
-        if load_identity(path).peer_id in named:
-            return _claimed(path, run_dir)
-    raise ConfigError(
-        f"this machine has not the identity that led {run_dir}",
-        "resume where it was led, or list another trainer in run.trainers to begin a new run",
-    )
+    mine = _own(named)
+    if mine is None:
+        raise ConfigError(
+            f"this machine has not the identity that led {run_dir}",
+            "resume where it was led, or list another trainer in run.trainers to begin a new run",
+        )
+    return _claimed(mine.path, run_dir)
 
 
 def _claimed(path: Path, run_dir: Path) -> Identity:
@@ -137,25 +164,22 @@ def local_trainer(config: RunConfig) -> Identity:
     The one the run names; else one that nobody leads with, so a swarm started meanwhile takes
     another. Raises ConfigError when the run names others, InUseError when it is in use.
     """
-    from swarm.net.identity import claim_identity, claim_identity_file, load_identity
+    from swarm.net.identity import claim_identity, claim_identity_file
 
-    home = data_home() / "trainer"
     named = config.run.trainers
     if not named:
-        return claim_identity(home)
+        return claim_identity(_trainer_home())
     _refuse_several(named)
-    mine = load_identity(home / "identity.key")
-    for path in sorted(home.glob("identity*.key")):
-        if load_identity(path).peer_id not in named:
-            continue
-        try:
-            return claim_identity_file(path)
-        except InUseError:
-            raise InUseError(
-                f"another process leads with this machine's identity {named[0]}",
-                "stop it, or leave run.trainers out",
-            ) from None
-    raise _not_a_trainer(mine.peer_id)
+    mine = _own(named)
+    if mine is None:
+        raise _not_a_trainer(trainer_id())
+    try:
+        return claim_identity_file(mine.path)
+    except InUseError:
+        raise InUseError(
+            f"another process leads with this machine's identity {mine.peer_id}",
+            "stop it, or leave run.trainers out",
+        ) from None
 
 
 def _refuse_several(named: Sequence[str]) -> None:

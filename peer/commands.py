@@ -316,8 +316,10 @@ def _check_fits(model: Any, config: RunConfig) -> None:
 
     Torch would say "index out of range".
     """
+    from swarm.model.hf_config import max_positions
+
     text = model.config.get_text_config(decoder=True)
-    positions = getattr(text, "max_position_embeddings", None) or config.data.sequence
+    positions = max_positions(text) or config.data.sequence
     for what, has, wanted in (
         ("tokens", text.vocab_size, config.data.vocab_size),
         ("positions", positions, config.data.sequence),
@@ -332,14 +334,15 @@ def _check_fits(model: Any, config: RunConfig) -> None:
 def _check_reads_alike(directory: Path, dataset: Dataset) -> None:
     """Raises ConfigError where the model's own tokenizer makes other tokens of the run's text: its
     loss on the run's tokens would mean nothing. A directory need not have one."""
-    from swarm.data.tokenizer import TOKENIZER_FILE, load_bpe
+    from swarm.data.tokenizer import TOKENIZER_FILE, load_tokenizer_file
     from swarm.model.generate import EXPORTED
 
     ours, path = dataset.tokenizer, directory / TOKENIZER_FILE
     if ours is None or not path.is_file():
         return
     try:
-        theirs = load_bpe(path, ours.vocab_size)  # as the run reads its own, not as transformers
+        # As the run reads its own, not as transformers does.
+        theirs = load_tokenizer_file(path, ours.vocab_size)
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read the tokenizer: {error}", EXPORTED) from None
     text = ours.decode(dataset.validation_batch(0)["tokens"][0].tolist())

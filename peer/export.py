@@ -21,7 +21,7 @@ from swarm.config import (
     run_id_of,
     with_pretrained_hash,
 )
-from swarm.data.tokenizer import byte_tokenizer, load_bpe, load_pretrained
+from swarm.data.tokenizer import byte_tokenizer, load_pretrained, load_tokenizer_file
 from swarm.errors import DataError
 from swarm.local_path import expanded
 from swarm.model import build_pipeline
@@ -117,7 +117,7 @@ def _tokenizer(
     if "tokenizer" in manifest:
         path = directory / checkpoints.TOKENIZER
         try:
-            return load_bpe(path, config.data.vocab_size)
+            return load_tokenizer_file(path, config.data.vocab_size)
         except (OSError, ValueError) as error:
             raise DataError(f"cannot read {path}: {error}") from None
     from swarm.data import build_dataset

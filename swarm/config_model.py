@@ -54,7 +54,7 @@ def complete_model_config(config: dict[str, JsonValue], *, vocab_size: int, sequ
     named = config.get("vocab_size")
     if isinstance(named, int) and named < vocab_size:
         raise ValueError(f"model.config.vocab_size is {named} but data.vocab_size is {vocab_size}")
-    for key in ("max_position_embeddings", "n_positions"):
+    for key in ("max_position_embeddings", "n_positions", "max_seq_len"):
         positions = config.get(key)
         if isinstance(positions, int) and positions < sequence:
             raise ValueError(f"model.config.{key} is {positions} but data.sequence is {sequence}")

@@ -26,6 +26,8 @@ from _namespaces import DEVICE, LabError
 from _profiles import PROFILES
 from all_reduce import Members
 
+from swarm.net.transport import MAX_CONNECTIONS
+
 GOAL = 0.9
 GLOO_PORT = 29_400  # every host of the lab has its ports to itself
 
@@ -132,6 +134,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--keep-window", action="store_true", help="no slow start after a pause")
     options = parser.parse_args()
+    if min(options.members) < 2 or min(options.rounds, options.mb) <= 0:
+        parser.error("--members is 2 or more, --rounds and --mb are above 0")
+    if not set(options.connections) <= set(range(1, MAX_CONNECTIONS + 1)):
+        parser.error(f"--connections is 1 to {MAX_CONNECTIONS}")
     end_politely()
     results = []
     print(

@@ -155,6 +155,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="to count, of each")
     parser.add_argument("--no-averaging", action="store_true")
     options = parser.parse_args()
+    if options.steps < 1 or not set(options.subspace) <= set(range(1, HIDDEN)):
+        parser.error(f"--steps is at least 1, --subspace 1 to {HIDDEN - 1}")
     end_politely()
     results = boundaries(options)
     if not options.no_averaging:

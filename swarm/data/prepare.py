@@ -31,8 +31,8 @@ from swarm.data.tokenizer import (
     TOKENIZER_FILE,
     Tokenizer,
     byte_tokenizer,
-    load_bpe,
     load_pretrained,
+    load_tokenizer_file,
     train_bpe,
 )
 from swarm.errors import DataError, StorageError
@@ -203,7 +203,7 @@ def _load(directory: Path, kind: str, vocab_size: int, given: Tokenizer | None) 
         parts = [Part.from_json(index[name]) for name in ("train", "validation")]
         tokenizer = given or byte_tokenizer()
         if kind == "bpe":
-            tokenizer = load_bpe(directory / "tokenizer.json", vocab_size)
+            tokenizer = load_tokenizer_file(directory / "tokenizer.json", vocab_size)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if not all(intact(directory, part) for part in parts):

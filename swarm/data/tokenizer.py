@@ -112,7 +112,7 @@ def train_bpe(texts: Iterator[bytes], vocab_size: int) -> Tokenizer:
     return _bpe(backend, vocab_size)
 
 
-def load_bpe(path: Path, vocab_size: int) -> Tokenizer:
+def load_tokenizer_file(path: Path, vocab_size: int) -> Tokenizer:
     """The tokenizer saved at `path` (a tokenizer.json). Raises OSError or ValueError."""
     import tokenizers
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from swarm.errors import ConfigError
-from swarm.model.hf_config import quiet
+from swarm.model.hf_config import max_positions, quiet
 from swarm.model.huggingface import token_loss
 
 MAX_SEED = 2**63  # torch takes no larger one
@@ -94,9 +94,8 @@ def generate(
     ids = tokenizer(text, return_tensors="pt").input_ids if text else None
     if ids is None or not ids.numel():
         ids = torch.tensor([[end if isinstance(end, int) else 0]])
-    positions = getattr(model.config, "max_position_embeddings", None)
-    if not isinstance(positions, int) or positions < 1:
-        positions = ids.shape[1] + max_new_tokens
+    limit = max_positions(model.config.get_text_config(decoder=True))
+    positions = ids.shape[1] + max_new_tokens if limit is None else limit
     ids = ids.to(device)
     written: list[int] = []
     options: dict[str, Any] = {"do_sample": False}

@@ -185,12 +185,21 @@ def check_config(config: Any, *, vocab_size: int, sequence: int) -> None:
             f"the data has {vocab_size} tokens but the model only {text.vocab_size}",
             f"set vocab_size to {vocab_size}",
         )
-    positions = getattr(text, "max_position_embeddings", None)
-    if isinstance(positions, int) and 0 < positions < sequence:
+    positions = max_positions(text)
+    if positions is not None and positions < sequence:
         raise ConfigError(
             f"[data] sequence is {sequence} but the model has {positions} positions",
-            "make the sequence shorter or the model's max_position_embeddings larger",
+            "make the sequence shorter, or take a model of more positions",
         )
+
+
+def max_positions(text: Any) -> int | None:
+    """How many tokens a sequence may have, by a text config; None where it names no limit."""
+    for key in ("max_position_embeddings", "max_seq_len"):  # MPT calls it so
+        positions = getattr(text, key, None)
+        if isinstance(positions, int) and positions > 0:
+            return positions
+    return None
 
 
 def _setting(text: Any, key: str) -> Any:

@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from swarm.config_model import complete_model_config
 from swarm.errors import ConfigError, PipelineError
 from swarm.model import ParameterLayout, backward, model_sha256
 from swarm.model.export import export_model
 from swarm.model.hf_carve import Anatomy, build_model, trace
 from swarm.model.hf_check import check_splittable
-from swarm.model.hf_config import inline_config, pretrained_config
+from swarm.model.hf_config import inline_config, max_positions, pretrained_config
 from swarm.model.huggingface import HuggingFacePipeline, token_loss
 
 SMALL = {
@@ -259,6 +260,16 @@ def test_what_is_refused_says_what_to_do(values: dict[str, Any], message: str) -
             inline_config(config, 64), seed=0, num_stages=2, microbatch_size=1, sequence=16,
             vocab_size=64,
         )  # fmt: skip
+
+
+def test_the_limit_of_a_sequence_by_whatever_name() -> None:
+    named = {"gpt2": "n_positions", "llama": "max_position_embeddings", "mpt": "max_seq_len"}
+    for family, key in named.items():
+        assert max_positions(inline_config({"model_type": family, key: 24}, 64)) == 24
+    assert max_positions(inline_config({"model_type": "bloom"}, 64)) is None
+    for key in ("n_positions", "max_position_embeddings", "max_seq_len"):
+        with pytest.raises(ValueError, match=rf"{key} is 24 but data\.sequence is 32"):
+            complete_model_config({key: 24}, vocab_size=64, sequence=32)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "gemma"])

@@ -163,6 +163,13 @@ def test_swarms_started_at_once_on_one_machine_have_trainers_of_their_own(
         second.release()
         second = local_trainer(named)
         assert named.run.trainers == (second.peer_id,)
+        spare = tmp_path / "swarm-parallel" / "trainer" / "identity-0.key"
+        spare.write_text("not a key")
+        second.release()
+        second = local_trainer(named)
+        with pytest.raises(StorageError, match=r"identity-0\.key is not a libp2p private key"):
+            local_trainer(with_trainers(config, ["another"]))
+        spare.unlink()
     finally:
         first.release()
         second.release()
