@@ -39,9 +39,10 @@ from peer.witness import (
     records_on_disk,
 )
 from swarm.config import RunConfig
-from swarm.errors import StageFailedError, SwarmError
+from swarm.errors import ConfigError, StageFailedError, SwarmError
 from swarm.net.identity import load_identity
 from swarm.tasks import TaskSet
+from swarm.wire.boundaries import BACKWARD, FORWARD, BoundaryCodecs
 
 CALM_S, CALM_SHARE = 10.0, 0.05  # without faults, at the beginning and at the end
 SAMPLE_S = 2.0
@@ -313,6 +314,7 @@ def run_chaos(
 
     forgive_full_disk()
     config = load_config(path)
+    refuse_what_rounds(config)
     default = dict.fromkeys(range(config.model.stages), 2)
     counts = default if peers is None else parse_peers(peers)
     trainer = local_trainer(config)
@@ -351,6 +353,24 @@ def run_chaos(
     print(json.dumps(facts), flush=True)
     ends = run.result.unclean_leaves + run.result.unexpected_ends
     return bool(facts["equal"]) and books.clean and not ends
+
+
+def refuse_what_rounds(config: RunConfig) -> None:
+    """Raises ConfigError for settings with which no swarm has the bits of one process (I6)."""
+    codecs = BoundaryCodecs.of(config)
+    wire = {
+        codecs.name(boundary, direction)
+        for boundary in range(config.model.stages - 1)
+        for direction in (FORWARD, BACKWARD)
+    }
+    rounded = sorted({*wire, config.wire.gradients} - {"float32", "float32+zstd"})
+    if config.update.accumulate != "float64":
+        rounded.append(f'update.accumulate = "{config.update.accumulate}"')
+    if rounded:
+        raise ConfigError(
+            f"chaos compares all bits with one process, and this run rounds: {', '.join(rounded)}",
+            'set the codecs in [wire] to "float32" and update.accumulate to "float64"',
+        )
 
 
 def baseline_sha256(config: RunConfig, num_steps: int, cache_dir: Path | None = None) -> str:

@@ -174,6 +174,8 @@ def run_locally(
             "give every stage at least one replica",
         )
     same = None if resume is None else continued(config, resume)
+    if same is not None and directory is not None and directory.resolve() != same.resolve():
+        raise ConfigError(f"the run goes on in its own directory, {same}", "leave --dir out")
     trainer = local_trainer(config) if same is None else led_by(same)
     with importing(config, threads or max(1, num_cores() // sum(counts.values()))) as server:
         config = stamped(config, trainer.peer_id)

@@ -26,6 +26,8 @@ from peer.chaos_plan import (
 from peer.chaos_report import Chaos, Struck, growth, made_of, rate, summary, table
 from peer.cli.swarm_program import app
 from peer.witness import FILE, Audit, Stall, audit, longest_stall
+from swarm.config import load_config
+from swarm.errors import ConfigError
 from swarm.net import channel
 from swarm.net.identity import load_identity
 from tests.process.forks import toml
@@ -294,3 +296,25 @@ def test_the_command_fails_unless_the_run_was_as_it_must_be(
         "the lines above say how\n"
     )
     assert done.stderr == (error if code else "")
+
+
+@pytest.mark.parametrize(
+    ("exact", "rounding", "what"),
+    [
+        ("activations =", 'backward = "int8"\nactivations =', "int8"),
+        ("activations =", 'boundaries = [{boundary = 0, forward = "int4"}]\nactivations =', "int4"),
+        ('gradients = "float32"', 'gradients = "float16"', "float16"),
+        ('"float64"', '"float32"', r'update\.accumulate = "float32"'),
+    ],
+)
+def test_a_run_that_rounds_has_no_bits_to_compare(
+    tmp_path: Path, exact: str, rounding: str, what: str
+) -> None:
+    run = toml(tmp_path / "run.toml", steps=1, stages=2)
+    text = run.read_text().replace('activations = "float32"', 'activations = "float32+zstd"')
+    run.write_text(text)
+    chaos.refuse_what_rounds(load_config(run))
+    assert text.count(exact) == 1
+    run.write_text(text.replace(exact, rounding))
+    with pytest.raises(ConfigError, match=rf"this run rounds: {what} - set the codecs in \[wire\]"):
+        chaos.refuse_what_rounds(load_config(run))

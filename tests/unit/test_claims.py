@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from peer import checkpoints
 from peer.claims import as_trainer, continued, is_over, led_by, say_what_differs
+from peer.cli.swarm_program import app
 from peer.places import refuse_another_run
 from swarm.config import RunConfig, canonical_bytes, load_config
 from swarm.consensus import Vote
@@ -83,6 +85,11 @@ def test_a_run_goes_on_with_the_identity_it_was_led_with(begun: tuple[Path, RunC
             claim()
     mine.release()
     led_by(run_dir).release()
+    elsewhere = ("up", str(run_dir.parent / "a.toml"), "--resume", str(run_dir), "--dir", "other")
+    done = CliRunner().invoke(app, elsewhere)
+    assert done.exit_code != 0
+    assert "goes on in its own directory" in done.stderr
+    assert done.stderr.endswith("leave --dir out\n")
 
 
 def test_what_makes_it_another_run_is_said(

@@ -178,7 +178,16 @@ def test_refused_in_one_line_that_names_the_key(old: str, new: str, said: str) -
 
 @pytest.mark.parametrize(
     ("microbatches", "share", "ahead"),
-    [(4, 0.9, 3), (4, 0.25, 1), (2, 0.99, 1), (16, 0.01, 1), (16, 0.5, 8), (4, 1.0, 4), (1, 1, 1)],
+    [
+        (4, 0.9, 3),
+        (4, 0.25, 1),
+        (2, 0.99, 1),
+        (16, 0.01, 1),
+        (16, 0.5, 8),
+        (6, 0.25, 2),
+        (4, 1.0, 4),
+        (1, 1, 1),
+    ],
 )
 def test_all_of_a_step_is_ahead_only_where_that_was_asked_for(
     microbatches: int, share: float, ahead: int
@@ -313,6 +322,12 @@ boundaries = [{ boundary = 1, forward = "int4" }]
         "bfloat16", "int8", "int4", "int8",
     ]  # fmt: skip
     assert codecs.seed == 0
+    one_way = changed(
+        'activations = "float32"',
+        'forward = "int8"\nboundaries = [{ boundary = 0, backward = "int4" }]',
+    )
+    codecs = BoundaryCodecs.of(parse_toml(one_way))
+    assert [codecs.name(0, d) for d in (FORWARD, BACKWARD)] == ["int8", "int4"]
     simple = BoundaryCodecs.of(
         parse_toml(changed('activations = "float32"', 'activations = "int4"'))
     )

@@ -124,6 +124,26 @@ def test_a_leader_knows_in_what_gradients_are_added_up(accumulate: str) -> None:
     assert plan_of(config.model_copy(update={"update": update})).accumulate == accumulate
 
 
+@pytest.mark.parametrize(
+    ("gradients", "accumulate", "there", "back"),
+    [
+        ("float32", "float64", 8, 4),
+        ("float32", "float32", 4, 4),
+        ("bfloat16", "float64", 2, 2),
+        ("int8", "float32", 66 / 64, 66 / 64),
+    ],
+)
+def test_what_an_element_costs_in_the_averaging(
+    gradients: str, accumulate: str, there: float, back: float
+) -> None:
+    """There to who sums it, and back: what a line's share of the sums is reckoned with."""
+    config = load_config(EXAMPLE)
+    wire = config.wire.model_copy(update={"gradients": gradients})
+    update = config.update.model_copy(update={"accumulate": accumulate})
+    plan = plan_of(config.model_copy(update={"wire": wire, "update": update}))
+    assert plan.gradient_bytes == (there, back)
+
+
 def test_a_joiner_counts_with_its_own_benchmark_until_it_is_measured() -> None:
     joiner = member("a", 1, speed=10.0)
     joiner.facts = StageFacts(0.5, 1000)
