@@ -214,7 +214,10 @@ def load_manifest(directory: str | Path) -> dict[str, Any]:
         raise DataError(f"cannot read {directory / MANIFEST}: {error}") from None
     try:
         _check(value, directory)
-    except (ValueError, TypeError, KeyError, AttributeError, OSError) as error:
+    except (TypeError, KeyError, AttributeError):
+        what = f"checkpoint {directory} is damaged: {MANIFEST} is not as it was written"
+        raise DataError(what, "choose another") from None
+    except (ValueError, OSError) as error:
         raise DataError(f"checkpoint {directory} is damaged: {error}", "choose another") from None
     return value
 

@@ -99,7 +99,7 @@ def _identities() -> Iterator[Identity]:
     """All that this machine leads with, not claimed.
 
     A file that cannot be read raises its StorageError only after the last: it is no matter to a run
-    that is led with another.
+    that another of them leads, and may be what leads one that none of them does.
     """
     from swarm.net.identity import load_identity
 

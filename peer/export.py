@@ -49,7 +49,13 @@ def export_checkpoint(
     if checkpoints.is_checkpoint(source):
         return _export(Path(source), out, cache_dir)
     refused: DataError | None = None
-    for path in checkpoints.newest_first(checkpoints.run_dir_of(source), say):
+    passed: list[str] = []
+
+    def pass_over(line: str) -> None:
+        passed.append(line)
+        say(line)
+
+    for path in checkpoints.newest_first(checkpoints.run_dir_of(source), pass_over):
         try:
             return _export(path, out, cache_dir)
         except _ChangedError:
@@ -59,7 +65,9 @@ def export_checkpoint(
             refused = refused or error
     raise refused or DataError(
         f"{source} holds no complete checkpoint",
-        "set [checkpoint] every in run.toml, or let a run reach its end",
+        "the lines above say what is wrong with those it has; use a copy, if there is one"
+        if passed
+        else "set [checkpoint] every in run.toml, or let a run reach its end",
     )
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from swarm.errors import DataError, StorageError, SwarmError
@@ -81,6 +82,9 @@ def export_model(
     except OSError as error:
         reason = error.strerror or error
         raise StorageError(f"cannot write {target}: {reason}", elsewhere) from error
+    except SafetensorError as error:  # which wraps the operating system's message
+        text = str(error).splitlines()[0][:200]
+        raise StorageError(f"cannot write {target}: {text}", elsewhere) from error
     return target
 
 

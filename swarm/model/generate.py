@@ -44,7 +44,10 @@ def load_exported(directory: str | Path, device: str = "cpu") -> Any:
                 directory, local_files_only=True, trust_remote_code=False
             )
     except Exception as error:  # every family and file format fails in its own way
-        raise ConfigError(f"cannot load the model in {directory}: {error}", EXPORTED) from error
+        why = str(error)
+        if "ignore_mismatched_sizes" in why:  # it refers to a report that nobody is shown
+            why = "its weights have other sizes than its config.json says"
+        raise ConfigError(f"cannot load the model in {directory}: {why}", EXPORTED) from error
     return model.to(device).eval()
 
 

@@ -114,7 +114,7 @@ def load_identity(path: str | os.PathLike[str], *, create: bool = True) -> Ident
     except (ValueError, TypeError):
         raise StorageError(
             f"{path} is not a libp2p private key",
-            "name another file with --identity; where there is none, a new identity is made",
+            "name another file, or move it away: where there is none, a new identity is made",
         ) from None
     try:
         # Only now: a file that was named by mistake stays as it is.

@@ -560,6 +560,14 @@ def test_an_export_takes_the_newest_that_is_whole(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in said] == ["passed over checkpoint step-5"]
     with pytest.raises(DataError, match="is damaged"):
         export_checkpoint(newest, tmp_path / "other")
+    for path in tmp_path.glob("checkpoints/*/manifest.json"):
+        path.write_text('{"step": 4}')
+    said.clear()
+    with pytest.raises(DataError, match="holds no complete checkpoint") as refused:
+        export_checkpoint(tmp_path, tmp_path / "other", say=said.append)
+    assert refused.value.remedy.startswith("the lines above say what is wrong")
+    assert len(said) == 2
+    assert all(line.endswith("is damaged: manifest.json is not as it was written") for line in said)
 
 
 def test_resuming_a_run_whose_checkpoints_cannot_be_read_touches_none(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -91,6 +92,19 @@ def test_how_text_is_made_is_kept_of_a_model_that_is_trained_on(tmp_path: Path) 
     settings.write_text("[")
     with pytest.raises(DataError, match=r"cannot read .*generation_config\.json: .* - restore it"):
         exported(own)
+
+
+def test_weights_of_other_sizes_are_refused_without_a_report_that_is_not_shown(
+    tmp_path: Path,
+) -> None:
+    pipeline = a_pipeline()
+    export_model(pipeline, weights(pipeline), tmp_path / "out")
+    config = tmp_path / "out" / "config.json"
+    config.write_text(config.read_text().replace('"vocab_size": 256', '"vocab_size": 100'))
+    with pytest.raises(
+        ConfigError, match=r"out: its weights have other sizes than its config\.json"
+    ):
+        load_exported(tmp_path / "out")
 
 
 def test_generated_text_depends_on_the_seed_alone(tmp_path: Path) -> None:
@@ -188,11 +202,21 @@ def test_an_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "mine", "out"]
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(28, "No space left on device"),
+        SafetensorError(
+            "Error while serializing: I/O error: No space left on device (os error 28)"
+        ),
+    ],
+    ids=["tokenizer", "weights"],
+)
 def test_a_full_disk_is_one_line_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
+        raise error
 
     monkeypatch.setattr("swarm.model.export._write", full)
     pipeline = a_pipeline()
