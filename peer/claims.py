@@ -30,7 +30,10 @@ def as_trainer(
     from swarm.net.identity import claim_identity, claim_identity_file, load_identity
 
     named = config.run.trainers
-    first = load_identity(path) if path is not None else _first_identity()
+    if path is not None:
+        first = load_identity(path)
+    else:
+        first = (_own(named) if named else None) or _first_identity()
     config = stamped(config, first.peer_id)
     for each in [first] if path is not None else _identities():
         mine = config if named else with_trainers(config, [each.peer_id])

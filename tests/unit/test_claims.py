@@ -85,6 +85,13 @@ def test_a_run_goes_on_with_the_identity_it_was_led_with(begun: tuple[Path, RunC
             claim()
     mine.release()
     led_by(run_dir).release()
+    home = mine.path.parent
+    mine.path.rename(home / "identity-2.key")
+    mine.path.write_text("not a key")
+    again, mine = as_trainer(config, run_dir, None)  # which names it
+    assert (again, mine.path.name) == (config, "identity-2.key")
+    mine.release()
+    mine.path.rename(home / "identity.key")
     elsewhere = ("up", str(run_dir.parent / "a.toml"), "--resume", str(run_dir), "--dir", "other")
     done = CliRunner().invoke(app, elsewhere)
     assert done.exit_code != 0
