@@ -34,14 +34,16 @@ def as_trainer(
         first = load_identity(path)
     else:
         first = (_own(named) if named else None) or _first_identity()
-    config = stamped(config, first.peer_id)
-    for each in [first] if path is not None else _identities():
-        mine = config if named else with_trainers(config, [each.peer_id])
-        run_dir = run_directory(mine, directory)
-        if each.peer_id in named or (not named and _holds(run_dir, mine)):
-            return mine, _claimed(each.path, run_dir)
-    if named:
+    if named and first.peer_id not in named:
         raise _not_a_trainer(first.peer_id)
+    config = stamped(config, first.peer_id)
+    if named:
+        return config, _claimed(first.path, run_directory(config, directory))
+    for each in [first] if path is not None else _identities():
+        mine = with_trainers(config, [each.peer_id])
+        run_dir = run_directory(mine, directory)
+        if _holds(run_dir, mine):
+            return mine, _claimed(each.path, run_dir)
     claimed = claim_identity_file(path) if path is not None else claim_identity(_trainer_home())
     return with_trainers(config, [claimed.peer_id]), claimed
 
