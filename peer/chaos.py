@@ -161,7 +161,8 @@ class ChaosRun:
         return task
 
     async def _training(self) -> None:
-        while self.swarm.status().get("state") != "training":
+        """Until it trains, or has: a few short steps may be over between two looks."""
+        while self.swarm.status().get("state") not in ("training", "finished"):
             self.swarm._raise_if_failed()
             await asyncio.sleep(POLL_S)
 
@@ -332,8 +333,19 @@ def run_chaos(
             claimed=True,
             server=server,
         )
+        if not run.faults:
+            raise ConfigError(
+                f"{minutes:g} minutes have no room for a fault",
+                f"give it more --minutes (the first and the last {CALM_S:g} s have none), "
+                "or a smaller --every",
+            )
         print(f"{len(run.faults)} faults in {minutes:g} minutes, seed {seed}; files in {run_dir}")
         run_loop(run.run())
+    if not run.result.struck:
+        raise SwarmError(
+            f"the run was over after {run.result.report['steps']} steps, before any fault",
+            "give it more [schedule] steps",
+        )
     books = audit(
         run_dir,
         num_steps=int(run.result.report["steps"]),

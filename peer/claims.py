@@ -18,6 +18,9 @@ from swarm.words import integer
 if TYPE_CHECKING:
     from swarm.net.identity import Identity
 
+NOT_CHOSEN = "unchosen"  # in place of the trainer, while it is not known which identity leads
+ONE_TRAINER = "leave run.trainers out, or lead from each of their machines with `swarm train`"
+
 
 def as_trainer(
     config: RunConfig, directory: Path | None, path: Path | None
@@ -29,21 +32,18 @@ def as_trainer(
     """
     from swarm.net.identity import claim_identity, claim_identity_file, load_identity
 
-    named = config.run.trainers
-    if path is not None:
-        first = load_identity(path)
-    else:
-        first = (_own(named) if named else None) or _first_identity()
-    if named and first.peer_id not in named:
-        raise _not_a_trainer(first.peer_id)
-    config = stamped(config, first.peer_id)
-    if named:
-        return config, _claimed(first.path, run_directory(config, directory))
-    for each in [first] if path is not None else _identities():
+    if named := config.run.trainers:
+        one = _own(named) if path is None else load_identity(path, create=False)
+        if one is None or one.peer_id not in named:
+            raise _not_a_trainer(trainer_id() if one is None else one.peer_id)
+        config = stamped(config, one.peer_id)
+        return config, _claimed(one, run_directory(config, directory))
+    config = stamped(config, NOT_CHOSEN)
+    for each in _identities() if path is None else [load_identity(path)]:
         mine = with_trainers(config, [each.peer_id])
         run_dir = run_directory(mine, directory)
         if _holds(run_dir, mine):
-            return mine, _claimed(each.path, run_dir)
+            return mine, _claimed(each, run_dir)
     claimed = claim_identity_file(path) if path is not None else claim_identity(_trainer_home())
     return with_trainers(config, [claimed.peer_id]), claimed
 
@@ -62,8 +62,17 @@ def continued(config: RunConfig, source: Path) -> Path | None:
         return None
     theirs = config_in(run_dir)
     named = config.run.trainers or theirs.run.trainers
-    mine = stamp(with_trainers(config, named), "")
+    mine = stamp(with_trainers(config, named), NOT_CHOSEN)
     return None if _say_if_another(run_dir, mine, theirs) else run_dir
+
+
+def refuse_elsewhere(run_dir: Path, directory: Path | None) -> None:
+    """Raises ConfigError when the run that goes on in `run_dir` is to go on in another directory:
+    what its trainer has promised is written there."""
+    from peer.checkpoints import real
+
+    if directory is not None and real(directory) != real(run_dir):
+        raise ConfigError(f"the run goes on in its own directory, {run_dir}", "leave --dir out")
 
 
 def say_what_differs(config: RunConfig, source: Path) -> None:
@@ -86,18 +95,13 @@ def _say_if_another(run_dir: Path, mine: RunConfig, theirs: RunConfig) -> bool:
 
 def trainer_id() -> str:
     """The peer id this machine leads with unless told otherwise; made when there is none."""
-    return _first_identity().peer_id
+    from swarm.net.identity import load_identity
+
+    return load_identity(_trainer_home() / "identity.key").peer_id
 
 
 def _trainer_home() -> Path:
     return data_home() / "trainer"
-
-
-def _first_identity() -> Identity:
-    """What this machine leads with unless told otherwise, not claimed; made when there is none."""
-    from swarm.net.identity import load_identity
-
-    return load_identity(_trainer_home() / "identity.key")
 
 
 def _identities() -> Iterator[Identity]:
@@ -106,10 +110,10 @@ def _identities() -> Iterator[Identity]:
     A file that cannot be read raises its StorageError only after the last: it is no matter to a run
     that another of them leads, and may be what leads one that none of them does.
     """
-    from swarm.net.identity import load_identity
+    from swarm.net.identity import identity_files, load_identity
 
     damage: StorageError | None = None
-    for path in sorted(_trainer_home().glob("identity*.key")):
+    for path in identity_files(_trainer_home()):
         try:
             identity = load_identity(path)
         except StorageError as error:
@@ -139,23 +143,29 @@ def led_by(run_dir: Path) -> Identity:
     the run names several, StorageError when another process uses it.
     """
     named = config_in(run_dir).run.trainers
-    _refuse_several(named)
+    _refuse_several(
+        named,
+        "lead from each of their machines with `swarm train`, or begin a new run, with this "
+        "machine's own alone in run.trainers (`swarm id` prints it)",
+    )
     mine = _own(named)
     if mine is None:
         raise ConfigError(
             f"this machine has not the identity that led {run_dir}",
             "resume where it was led, or list another trainer in run.trainers to begin a new run",
         )
-    return _claimed(mine.path, run_dir)
+    return _claimed(mine, run_dir)
 
 
-def _claimed(path: Path, run_dir: Path) -> Identity:
+def _claimed(identity: Identity, run_dir: Path) -> Identity:
     """This identity, for the run in `run_dir`. Raises StorageError."""
     from swarm.net.identity import claim_identity_file
 
     try:
-        return claim_identity_file(path)
+        return claim_identity_file(identity.path)
     except InUseError:
+        if not (run_dir / "status.json").exists():
+            raise _in_use(identity, "stop it") from None
         watch = command_line("swarm", "status", run_dir)
         raise InUseError(
             f"another process leads {run_dir} already, or another run with its identity",
@@ -174,26 +184,26 @@ def local_trainer(config: RunConfig) -> Identity:
     named = config.run.trainers
     if not named:
         return claim_identity(_trainer_home())
-    _refuse_several(named)
+    _refuse_several(named, ONE_TRAINER)
     mine = _own(named)
     if mine is None:
         raise _not_a_trainer(trainer_id())
     try:
         return claim_identity_file(mine.path)
     except InUseError:
-        raise InUseError(
-            f"another process leads with this machine's identity {mine.peer_id}",
-            "stop it, or leave run.trainers out",
-        ) from None
+        raise _in_use(mine, "stop it, or leave run.trainers out") from None
 
 
-def _refuse_several(named: Sequence[str]) -> None:
+def _in_use(identity: Identity, remedy: str) -> InUseError:
+    what = f"another process leads with this machine's identity {identity.peer_id}"
+    return InUseError(what, remedy)
+
+
+def _refuse_several(named: Sequence[str], remedy: str) -> None:
     """Of a swarm on one machine: it would wait for a majority of them."""
     if len(named) > 1:
-        raise ConfigError(
-            f"run.trainers lists {len(named)}, and a swarm on one machine has one trainer",
-            "leave run.trainers out, or lead from each of their machines with `swarm train`",
-        )
+        what = f"run.trainers lists {len(named)}, and a swarm on one machine has one trainer"
+        raise ConfigError(what, remedy)
 
 
 def _not_a_trainer(peer_id: str) -> ConfigError:

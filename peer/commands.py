@@ -17,6 +17,7 @@ from peer.claims import (
     led_by,
     local_trainer,
     ports_as_before,
+    refuse_elsewhere,
     say_what_differs,
     stamped,
 )
@@ -71,6 +72,9 @@ def lead(
     if lan:
         require_lan()
     if resume is not None and (same := continued(config, resume)) is not None:
+        # A directory that has this run, too, is this trainer's own, and `same` another trainer's.
+        if identity is None and not (directory and (directory / "run.json").exists()):
+            refuse_elsewhere(same, directory)
         directory = directory or same
     config, mine = as_trainer(config, directory, identity)
     if link is not None and link.run_id != config.run_id:
@@ -174,8 +178,8 @@ def run_locally(
             "give every stage at least one replica",
         )
     same = None if resume is None else continued(config, resume)
-    if same is not None and directory is not None and directory.resolve() != same.resolve():
-        raise ConfigError(f"the run goes on in its own directory, {same}", "leave --dir out")
+    if same is not None:
+        refuse_elsewhere(same, directory)
     trainer = local_trainer(config) if same is None else led_by(same)
     with importing(config, threads or max(1, num_cores() // sum(counts.values()))) as server:
         config = stamped(config, trainer.peer_id)

@@ -58,7 +58,7 @@ def run_demo(directory: Path | None, *, plain: bool, minutes: float) -> None:
             plain=plain,
         )
     model = run_dir / "model"
-    export_checkpoint(run_dir, model)
+    export_checkpoint(run_dir, model, say=typer.echo)
     typer.echo(f"\ntrained {final['steps']} steps; the model is in {model}; it writes:\n")
     import torch
 

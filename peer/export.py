@@ -22,7 +22,7 @@ from swarm.config import (
     with_pretrained_hash,
 )
 from swarm.data.tokenizer import byte_tokenizer, load_pretrained, load_tokenizer_file
-from swarm.errors import DataError
+from swarm.errors import ConfigError, DataError
 from swarm.local_path import expanded
 from swarm.model import build_pipeline
 from swarm.model.export import SavedTokenizer, export_model
@@ -91,8 +91,15 @@ def _export(directory: Path, out: str | Path, cache_dir: Path | None) -> dict[st
 
 
 def config_of(manifest: Mapping[str, Any], directory: Path) -> RunConfig:
-    """The run config a checkpoint holds, if it is the one its run id names."""
-    config = parse_config(dict(manifest.get("config") or {}), f"the config in {directory}")
+    """The run config a checkpoint holds, if it is the one its run id names. Raises DataError."""
+    written = manifest.get("config")
+    if not isinstance(written, dict):
+        raise DataError(f"checkpoint {directory} is damaged: its config is no table")
+    try:
+        config = parse_config(written, f"the config in {directory}")
+    except ConfigError as error:
+        remedy = "it is damaged, or of another version of swarm-parallel"
+        raise DataError(error.message, remedy) from None
     if run_id_of(canonical_bytes(config)) != manifest.get("run_id"):
         raise DataError(
             f"the config in {directory} is not that of run {str(manifest.get('run_id'))[:12]}…",

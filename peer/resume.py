@@ -26,7 +26,7 @@ from peer.restoring import AwayError, Origin
 from peer.snapshots import Snapshot
 from swarm.config import RunConfig
 from swarm.delayed_state import PREVIOUS
-from swarm.errors import DataError
+from swarm.errors import ConfigError, DataError
 from swarm.model import ModelPipeline
 from swarm.optim import OptimizerSettings, make_optimizer
 from swarm.terms import Record
@@ -61,7 +61,7 @@ class CheckpointReader:
             self.run_id = str(self.manifest["run_id"])
             updates = {int(entry["meta"]["updates"]) for entry in self.manifest["stages"]}
             why = pipeline.differs_from(self.manifest.get("config", {}))
-        except (KeyError, TypeError, ValueError) as error:
+        except (ConfigError, KeyError, TypeError, ValueError) as error:
             what = f"checkpoint {directory} is damaged: {error!r} in its manifest"
             raise DataError(what, "choose another") from None
         if why:

@@ -222,7 +222,7 @@ def baseline(
 def chaos(
     run: RunFile,
     minutes: Annotated[
-        float, typer.Option(help="Train under faults for this long.", min=0.0)
+        float, typer.Option(help="Train under faults for this long.", min=0.0, max=1e5)
     ] = 5.0,
     seed: Annotated[int, typer.Option(help="Which schedule of faults.")] = 0,
     peers: Annotated[

@@ -15,6 +15,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from swarm.errors import InUseError, StorageError
 _RSA, _ED25519 = 0, 1
 _MAX_KEY_BYTES = 8192
 _MAX_IDENTITIES = 1000
+_NAME = re.compile(r"identity(-[1-9][0-9]{0,2})?\.key")
 _ELSEWHERE = "choose another place, by XDG_DATA_HOME or the flag that names it"
 _MAX_RSA_EXPONENT = 1 << 32  # one as long as the key takes a hundred times as long to check
 
@@ -123,6 +125,13 @@ def load_identity(path: str | os.PathLike[str], *, create: bool = True) -> Ident
     except OSError as error:
         raise _no_access(path, error) from None
     return identity
+
+
+def identity_files(data_dir: str | os.PathLike[str]) -> list[Path]:
+    """The files that `claim_identity` made in this directory, in its order; a copy that somebody
+    keeps beside them under another name is none of them."""
+    found = [path for path in Path(data_dir).glob("identity*.key") if _NAME.fullmatch(path.name)]
+    return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
 def claim_identity(data_dir: str | os.PathLike[str]) -> Identity:

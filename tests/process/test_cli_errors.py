@@ -70,12 +70,14 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def fails(code: int, *args: str | Path, program: str = "swarm") -> str:
-    """Run a command here; the line it fails with, once it has this exit code."""
+def fails(code: int, *args: str | Path, program: str = "swarm", printed: str | None = None) -> str:
+    """Run a command here; the line it fails with, once it has this exit code, and after what it
+    has `printed`, unless that is no matter."""
     application = app if program == "swarm" else peer_app
     result = CliRunner().invoke(application, [str(each) for each in args])
     line = one_line(result.stderr)
     assert result.exit_code == code, (result.exit_code, line)
+    assert printed in (None, result.stdout)
     return line
 
 
@@ -227,7 +229,7 @@ def test_not_one_of_the_trainers(tmp_path: Path) -> None:
     run = toml(tmp_path / "run.toml", steps=1)
     run.write_text(run.read_text().replace("[run]", f'[run]\ntrainers = ["{PEER_ID}"]'))
     for command in ("train", "up", "chaos"):
-        assert "not one of the run's trainers" in fails(CONFIG, command, run)
+        assert "not one of the run's trainers" in fails(CONFIG, command, run, printed="")
     run.write_text(run.read_text().replace(PEER_ID, "abc"))
     for command in ("train", "up", "baseline"):
         said = fails(CONFIG, command, run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from peer import chaos, commands
+from peer import chaos, claims, commands
 from peer.chaos_plan import (
     ENDS_LEADER,
     ENDS_PEER,
@@ -267,7 +268,7 @@ def test_the_command_fails_unless_the_run_was_as_it_must_be(
     class Ran(chaos.ChaosRun):
         def __init__(self, config: Any, run_dir: Path, *, seed: int, **options: Any) -> None:
             assert (seed, options["seconds"], options["every_s"]) == (9, 30.0, 2.0)
-            self.run_dir, self.faults, self.extra_records = run_dir, [], []
+            self.run_dir, self.faults, self.extra_records = run_dir, ["a fault"], []
 
         async def run(self) -> Chaos:
             books(self.run_dir, [0, 2], second)
@@ -280,7 +281,7 @@ def test_the_command_fails_unless_the_run_was_as_it_must_be(
     monkeypatch.setattr(chaos, "ChaosRun", Ran)
     monkeypatch.setattr(chaos, "baseline_sha256", lambda config, num_steps: "ab" * 32)
     monkeypatch.setattr(commands, "importing", lambda *args: contextlib.nullcontext())
-    monkeypatch.setattr(commands, "local_trainer", lambda config: identity)
+    monkeypatch.setattr(claims, "local_trainer", lambda config: identity)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     run = toml(tmp_path / "run.toml", steps=1, stages=1)
     run.write_text(run.read_text().replace("microbatches = 6", "microbatches = 3"))
@@ -296,6 +297,31 @@ def test_the_command_fails_unless_the_run_was_as_it_must_be(
         "the lines above say how\n"
     )
     assert done.stderr == (error if code else "")
+
+
+@pytest.mark.parametrize(
+    ("minutes", "what"),
+    [
+        ("0.1", r"0\.1 minutes have no room for a fault - give it more --minutes"),
+        ("0.5", r"over after 2 steps, before any fault - give it more \[schedule\] steps"),
+    ],
+)
+def test_a_run_that_nothing_struck_shows_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: str, what: str
+) -> None:
+    async def unharmed(self: chaos.ChaosRun) -> Chaos:
+        self.result.report = {"sha256": "ab" * 32, "steps": 2}
+        return self.result
+
+    for name in ("DATA", "CACHE"):
+        monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
+    monkeypatch.setattr(chaos.ChaosRun, "run", unharmed)
+    monkeypatch.setattr(commands, "importing", lambda *args: contextlib.nullcontext())
+    run = toml(tmp_path / "run.toml", steps=2, stages=1)
+    options = ("--minutes", minutes, "--dir", str(tmp_path / "run"))
+    done = CliRunner().invoke(app, ["chaos", str(run), *options])
+    assert done.exit_code != 0
+    assert re.search(what, done.stderr), (done.stdout, done.stderr)
 
 
 @pytest.mark.parametrize(

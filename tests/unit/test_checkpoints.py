@@ -7,6 +7,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import resource
 import shutil
 import signal
@@ -560,6 +561,12 @@ def test_an_export_takes_the_newest_that_is_whole(tmp_path: Path) -> None:
     assert [line.split(":")[0] for line in said] == ["passed over checkpoint step-5"]
     with pytest.raises(DataError, match="is damaged"):
         export_checkpoint(newest, tmp_path / "other")
+    whole = json.loads(manifest.read_text())
+    for config_there in ("x", [1], None, {"run": 1}):
+        manifest.write_text(json.dumps({**whole, "config": config_there}))
+        said.clear()
+        assert export_checkpoint(tmp_path, tmp_path / "again", say=said.append)["step"] == 4
+        assert re.search("step-5 is damaged: its config|config in .*step-5: run ", said[0])
     for path in tmp_path.glob("checkpoints/*/manifest.json"):
         path.write_text('{"step": 4}')
     said.clear()

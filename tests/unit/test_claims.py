@@ -15,7 +15,7 @@ from peer.cli.swarm_program import app
 from peer.places import refuse_another_run
 from swarm.config import RunConfig, canonical_bytes, load_config
 from swarm.consensus import Vote
-from swarm.errors import InUseError, StorageError
+from swarm.errors import ConfigError, InUseError, StorageError
 from swarm.events import write_status
 from swarm.terms import Ballot, Record, Term
 from tests.process.forks import toml
@@ -69,6 +69,7 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, RunCon
     config, mine = as_trainer(load_config(toml(tmp_path / "a.toml", steps=2)), run_dir, None)
     run_dir.mkdir()
     (run_dir / "run.json").write_bytes(canonical_bytes(config))
+    write_status(run_dir / "status.json", {"state": "stopped"})
     mine.release()
     return run_dir, config
 
@@ -91,12 +92,30 @@ def test_a_run_goes_on_with_the_identity_it_was_led_with(begun: tuple[Path, RunC
     again, mine = as_trainer(config, run_dir, None)  # which names it
     assert (again, mine.path.name) == (config, "identity-2.key")
     mine.release()
-    mine.path.rename(home / "identity.key")
-    elsewhere = ("up", str(run_dir.parent / "a.toml"), "--resume", str(run_dir), "--dir", "other")
-    done = CliRunner().invoke(app, elsewhere)
-    assert done.exit_code != 0
-    assert "goes on in its own directory" in done.stderr
-    assert done.stderr.endswith("leave --dir out\n")
+    again, mine = as_trainer(written, run_dir, None)  # which names none
+    assert (again, mine.path.name) == (config, "identity-2.key")
+    with pytest.raises(InUseError, match=rf"this machine's identity {mine.peer_id} - stop it"):
+        as_trainer(config, run_dir.parent / "not begun", None)
+    mine.release()
+    with pytest.raises(StorageError, match=r"typo\.key: no such file"):
+        as_trainer(config, run_dir, home / "typo.key")
+    assert not (home / "typo.key").exists()
+    kept = home / "identity-backup.key"  # sorts before the one that others lock
+    kept.write_bytes(mine.path.read_bytes())
+    again, mine = as_trainer(config, run_dir, None)
+    assert mine.path.name == "identity-2.key"
+    mine.release()
+
+
+@pytest.mark.parametrize("command", ["up", "train"])
+def test_a_run_goes_on_nowhere_else(begun: tuple[Path, RunConfig], command: str) -> None:
+    run_dir, _ = begun
+    (run_dir.parent / "loop").symlink_to("loop")
+    for other in ("other", "loop"):
+        elsewhere = ("--resume", str(run_dir), "--dir", str(run_dir.parent / other))
+        done = CliRunner().invoke(app, [command, str(run_dir.parent / "a.toml"), *elsewhere])
+        assert done.exit_code == ConfigError.exit_code
+        assert f"goes on in its own directory, {run_dir} - leave --dir out\n" in done.stderr
 
 
 def test_what_makes_it_another_run_is_said(
