@@ -33,7 +33,7 @@ def as_trainer(
     from swarm.net.identity import claim_identity, claim_identity_file, load_identity
 
     if named := config.run.trainers:
-        one = _own(named) if path is None else load_identity(path, create=False)
+        one = _own(named) if path is None else load_identity(path)
         if one is None or one.peer_id not in named:
             raise _not_a_trainer(trainer_id() if one is None else one.peer_id)
         config = stamped(config, one.peer_id)
@@ -134,6 +134,17 @@ def _holds(run_dir: Path, config: RunConfig) -> bool:
         return (run_dir / "run.json").read_bytes() == canonical_bytes(config)
     except OSError:
         return False
+
+
+def led_alone(run_dir: Path, path: Path | None) -> bool:
+    """Whether the identity of `path`, or one of this machine, is the only trainer of the run in
+    `run_dir`, and so the one that led it there. Raises StorageError."""
+    from swarm.net.identity import load_identity
+
+    named = config_in(run_dir).run.trainers
+    if len(named) > 1:
+        return False
+    return (_own(named) is not None) if path is None else load_identity(path).peer_id in named
 
 
 def led_by(run_dir: Path) -> Identity:

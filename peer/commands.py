@@ -14,6 +14,7 @@ from peer.claims import (
     continued,
     is_over,
     last_vote,
+    led_alone,
     led_by,
     local_trainer,
     ports_as_before,
@@ -72,8 +73,7 @@ def lead(
     if lan:
         require_lan()
     if resume is not None and (same := continued(config, resume)) is not None:
-        # A directory that has this run, too, is this trainer's own, and `same` another trainer's.
-        if identity is None and not (directory and (directory / "run.json").exists()):
+        if led_alone(same, identity):
             refuse_elsewhere(same, directory)
         directory = directory or same
     config, mine = as_trainer(config, directory, identity)

@@ -61,7 +61,10 @@ class CheckpointReader:
             self.run_id = str(self.manifest["run_id"])
             updates = {int(entry["meta"]["updates"]) for entry in self.manifest["stages"]}
             why = pipeline.differs_from(self.manifest.get("config", {}))
-        except (ConfigError, KeyError, TypeError, ValueError) as error:
+        except ConfigError as error:
+            what = f"checkpoint {directory} is damaged: {error.message}"
+            raise DataError(what, "choose another") from None
+        except (KeyError, TypeError, ValueError) as error:
             what = f"checkpoint {directory} is damaged: {error!r} in its manifest"
             raise DataError(what, "choose another") from None
         if why:

@@ -303,21 +303,24 @@ def test_the_command_fails_unless_the_run_was_as_it_must_be(
     ("minutes", "what"),
     [
         ("0.1", r"0\.1 minutes have no room for a fault - give it more --minutes"),
-        ("0.5", r"over after 2 steps, before any fault - give it more \[schedule\] steps"),
+        ("0.5", r"nothing was struck in 1 steps, .* steps beyond its first 10 s"),
     ],
 )
 def test_a_run_that_nothing_struck_shows_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, minutes: str, what: str
 ) -> None:
     async def unharmed(self: chaos.ChaosRun) -> Chaos:
-        self.result.report = {"sha256": "ab" * 32, "steps": 2}
+        books(self.run_dir, [0, 2], [1])
+        self.result.report = {"sha256": "ab" * 32, "steps": 1}
         return self.result
 
     for name in ("DATA", "CACHE"):
         monkeypatch.setenv(f"XDG_{name}_HOME", str(tmp_path / name))
     monkeypatch.setattr(chaos.ChaosRun, "run", unharmed)
+    monkeypatch.setattr(chaos, "baseline_sha256", lambda config, num_steps: "ab" * 32)
     monkeypatch.setattr(commands, "importing", lambda *args: contextlib.nullcontext())
-    run = toml(tmp_path / "run.toml", steps=2, stages=1)
+    run = toml(tmp_path / "run.toml", steps=1, stages=1)
+    run.write_text(run.read_text().replace("microbatches = 6", "microbatches = 3"))
     options = ("--minutes", minutes, "--dir", str(tmp_path / "run"))
     done = CliRunner().invoke(app, ["chaos", str(run), *options])
     assert done.exit_code != 0

@@ -10,10 +10,10 @@ import torch
 from typer.testing import CliRunner
 
 from peer import checkpoints
-from peer.claims import as_trainer, continued, is_over, led_by, say_what_differs
+from peer.claims import as_trainer, continued, is_over, led_alone, led_by, say_what_differs
 from peer.cli.swarm_program import app
 from peer.places import refuse_another_run
-from swarm.config import RunConfig, canonical_bytes, load_config
+from swarm.config import RunConfig, canonical_bytes, load_config, with_trainers
 from swarm.consensus import Vote
 from swarm.errors import ConfigError, InUseError, StorageError
 from swarm.events import write_status
@@ -97,9 +97,6 @@ def test_a_run_goes_on_with_the_identity_it_was_led_with(begun: tuple[Path, RunC
     with pytest.raises(InUseError, match=rf"this machine's identity {mine.peer_id} - stop it"):
         as_trainer(config, run_dir.parent / "not begun", None)
     mine.release()
-    with pytest.raises(StorageError, match=r"typo\.key: no such file"):
-        as_trainer(config, run_dir, home / "typo.key")
-    assert not (home / "typo.key").exists()
     kept = home / "identity-backup.key"  # sorts before the one that others lock
     kept.write_bytes(mine.path.read_bytes())
     again, mine = as_trainer(config, run_dir, None)
@@ -116,6 +113,20 @@ def test_a_run_goes_on_nowhere_else(begun: tuple[Path, RunConfig], command: str)
         done = CliRunner().invoke(app, [command, str(run_dir.parent / "a.toml"), *elsewhere])
         assert done.exit_code == ConfigError.exit_code
         assert f"goes on in its own directory, {run_dir} - leave --dir out\n" in done.stderr
+
+
+def test_a_run_that_another_machine_led_goes_on_here_elsewhere(
+    begun: tuple[Path, RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another run, with its state: its trainer is not here, and so has promised nothing."""
+    run_dir, config = begun
+    assert led_alone(run_dir, None)
+    monkeypatch.setenv("XDG_DATA_HOME", str(run_dir.parent / "another machine"))
+    assert not led_alone(run_dir, None)
+    trainers = [*config.run.trainers, "another"]
+    (run_dir / "run.json").write_bytes(canonical_bytes(with_trainers(config, trainers)))
+    monkeypatch.setenv("XDG_DATA_HOME", str(run_dir.parent / "DATA"))
+    assert not led_alone(run_dir, None), "it may be the other's directory"
 
 
 def test_what_makes_it_another_run_is_said(

@@ -27,7 +27,7 @@ from swarm.ahead import Ahead
 from swarm.averaging.policy import POLICIES
 from swarm.compute import InlineCompute
 from swarm.delayed_state import PREVIOUS, DelayedState, State, new_state
-from swarm.errors import DataError, WireError
+from swarm.errors import ConfigError, DataError, WireError
 from swarm.ledger import Do, Ledger
 from swarm.model.custom import CustomPipeline
 from swarm.model.definition import Pipeline
@@ -319,6 +319,13 @@ def test_a_checkpoint_whose_parameters_mean_something_else_is_refused(
     path, pipeline = write(tmp_path, state(), 3), shared_pipeline(1)
     monkeypatch.setattr(pipeline, "differs_from", lambda config: "of another seed")
     with pytest.raises(DataError, match="is of another model: of another seed"):
+        CheckpointReader(path, pipeline, OPTIMIZER)
+
+    def unreadable(config: Any) -> str:
+        raise ConfigError("model.config: no such model_type")
+
+    monkeypatch.setattr(pipeline, "differs_from", unreadable)
+    with pytest.raises(DataError, match=r"is damaged: model\.config: no such model_type - choose"):
         CheckpointReader(path, pipeline, OPTIMIZER)
 
 
