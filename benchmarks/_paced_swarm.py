@@ -66,7 +66,7 @@ class PacedSwarm(LocalSwarm):
         try:
             async with asyncio.timeout(limit_s):
                 while not condition():
-                    self._raise_if_failed()
+                    self.raise_if_failed()
                     await asyncio.sleep(POLL_S)
         except TimeoutError:
             raise RuntimeError(f"waited for {what}; see {self.run_dir}") from None

@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from peer.chaos_plan import (
     Candidate,
     Fault,
     Kind,
+    calm,
     schedule,
     victim,
 )
@@ -44,7 +45,6 @@ from swarm.net.identity import load_identity
 from swarm.tasks import TaskSet
 from swarm.wire.boundaries import BACKWARD, FORWARD, BoundaryCodecs
 
-CALM_S, CALM_SHARE = 10.0, 0.05  # without faults, at the beginning and at the end
 SAMPLE_S = 2.0
 FRESH_S = 1.5
 POLL_S = 0.1
@@ -69,21 +69,13 @@ class ChaosRun:
         *,
         peers: Mapping[int, int],
         seconds: float,
-        seed: int,
-        every_s: float,
+        faults: Sequence[Fault],
         say: Callable[[str], None] = print,
         **options: Any,
     ) -> None:
-        self.run_dir, self.seconds, self.seed, self._say = run_dir, seconds, seed, say
-        calm_s = max(CALM_S, CALM_SHARE * seconds)
+        self.run_dir, self.seconds, self.faults, self._say = run_dir, seconds, faults, say
+        calm_s = calm(seconds)
         self.result = Chaos(calm_until_s=calm_s, calm_from_s=seconds - calm_s)
-        self.faults = schedule(
-            seed,
-            seconds - calm_s,
-            every_s,
-            begin_s=calm_s,
-            leader_lives_from_s=seconds / 2,
-        )
         self.swarm = WitnessedSwarm(
             config,
             run_dir,
@@ -163,7 +155,7 @@ class ChaosRun:
     async def _training(self) -> None:
         """Until it trains, or has: a few short steps may be over between two looks."""
         while self.swarm.status().get("state") not in ("training", "finished"):
-            self.swarm._raise_if_failed()
+            self.swarm.raise_if_failed()
             await asyncio.sleep(POLL_S)
 
     @property
@@ -318,6 +310,14 @@ def run_chaos(
     refuse_what_rounds(config)
     default = dict.fromkeys(range(config.model.stages), 2)
     counts = default if peers is None else parse_peers(peers)
+    seconds = 60 * minutes
+    faults, calm_s = schedule(seed, seconds, every_s), calm(seconds)
+    if not faults:
+        raise ConfigError(
+            f"{minutes:g} minutes have no room for a fault",
+            f"give it more --minutes (the first and last {calm_s:g} s have none), or a smaller "
+            "--every",
+        )
     trainer = local_trainer(config)
     with importing(config, 1) as server:
         config = stamped(config, trainer.peer_id)
@@ -326,20 +326,13 @@ def run_chaos(
             config,
             run_dir,
             peers=counts,
-            seconds=60 * minutes,
-            seed=seed,
-            every_s=every_s,
+            seconds=seconds,
+            faults=faults,
             identity_path=trainer.path,
             claimed=True,
             server=server,
         )
-        if not run.faults:
-            raise ConfigError(
-                f"{minutes:g} minutes have no room for a fault",
-                f"give it more --minutes (the first and last {run.result.calm_until_s:g} s "
-                "have none), or a smaller --every",
-            )
-        print(f"{len(run.faults)} faults in {minutes:g} minutes, seed {seed}; files in {run_dir}")
+        print(f"{len(faults)} faults in {minutes:g} minutes, seed {seed}; files in {run_dir}")
         run_loop(run.run())
     books = audit(
         run_dir,
@@ -362,9 +355,9 @@ def run_chaos(
     passed = bool(facts["equal"]) and books.clean and not ends
     if passed and not run.result.struck:
         raise SwarmError(
-            f"nothing was struck in {books.steps} steps, so nothing is shown",
+            f"nothing was struck, so nothing is shown (steps: {books.steps})",
             "give every stage a second replica, and the run [schedule] steps beyond its first "
-            f"{run.result.calm_until_s:g} s, which have no faults",
+            f"{calm_s:g} s, which have no faults",
         )
     return passed
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+CALM_S, CALM_SHARE = 10.0, 0.05
 SILENCE_S = 5.0  # frozen for less than this, a peer is not given up (swarm.net.channel)
 
 
@@ -66,18 +67,22 @@ class Candidate:
     protected: bool = False  # may be frozen, but must not end
 
 
-def schedule(
-    seed: int, seconds: float, every_s: float, *, begin_s: float, leader_lives_from_s: float
-) -> list[Fault]:
-    """Faults about every `every_s` from `begin_s` on. From `leader_lives_from_s` on the leader is
-    only frozen: how its memory grows can be seen of a long life only."""
+def calm(seconds: float) -> float:
+    """How long a run of `seconds` is left alone at its beginning, and at its end."""
+    return max(CALM_S, CALM_SHARE * seconds)
+
+
+def schedule(seed: int, seconds: float, every_s: float) -> list[Fault]:
+    """Faults about every `every_s` of a run of `seconds`, between its calm ends. In its second half
+    the leader is only frozen: how its memory grows can be seen of a long life only."""
     draw = random.Random(f"chaos/{seed}")
     faults = []
-    at = begin_s
-    while at < seconds:
+    at = calm(seconds)
+    end_s = seconds - at
+    while at < end_s:
         at_s = at + every_s * draw.uniform(0.0, 0.6)
         kind = draw.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
-        if kind in ENDS_LEADER and at_s >= leader_lives_from_s:
+        if kind in ENDS_LEADER and at_s >= seconds / 2:
             kind = Kind.KILL if kind is Kind.BOTH_KILL else Kind.LEADER_FREEZE
         if kind in (Kind.FREEZE, Kind.LEADER_FREEZE):
             hold_s = draw.uniform(0.5, SILENCE_S - 1.5)
@@ -87,7 +92,7 @@ def schedule(
             hold_s = draw.uniform(0.5, 4.0)
         faults.append(Fault(at_s, kind, draw.random(), hold_s))
         at += every_s
-    return [fault for fault in faults if fault.at_s < seconds]
+    return [fault for fault in faults if fault.at_s < end_s]
 
 
 def victim(fault: Fault, candidates: Iterable[Candidate]) -> tuple[str | None, str]:

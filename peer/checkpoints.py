@@ -50,7 +50,8 @@ def run_dir_of(source: str | Path) -> Path:
     for itself. Raises ConfigError when there is no such directory.
     """
     if not Path(source).is_dir():
-        what = f"{source} is no directory" if Path(source).exists() else f"no directory {source}"
+        there = os.path.lexists(source)
+        what = f"{source} is no directory" if there else f"no directory {source}"
         raise ConfigError(what, "give a run directory, as runs/NAME-ID")
     resolved = real(source)
     # As it was named first: what a link leads to need not lie in the run.
@@ -211,7 +212,8 @@ def load_manifest(directory: str | Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise DataError(f"{directory} is not a complete checkpoint", "choose another one") from None
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"cannot read {directory / MANIFEST}: {error}") from None
+        what = f"cannot read {directory / MANIFEST}: {error}"
+        raise DataError(what, "choose another") from None
     try:
         _check(value, directory)
     except (TypeError, KeyError, AttributeError):
@@ -220,6 +222,11 @@ def load_manifest(directory: str | Path) -> dict[str, Any]:
     except (ValueError, OSError) as error:
         raise DataError(f"checkpoint {directory} is damaged: {error}", "choose another") from None
     return value
+
+
+def manifest_sha256(directory: str | Path) -> str:
+    """What a record names a checkpoint by. Raises OSError."""
+    return hashlib.sha256((Path(directory) / MANIFEST).read_bytes()).hexdigest()
 
 
 def read_stage_parameters(directory: str | Path, stage: int) -> dict[str, Tensor]:
@@ -279,6 +286,8 @@ def _check(manifest: Any, directory: Path) -> None:
         raise ValueError("it names no step or no stages")
     if type(manifest.get("epoch", 0)) is not int:
         raise ValueError("its epoch is no number")
+    if not isinstance(manifest["config"], dict):
+        raise ValueError("its config is no table")
     entries = []
     for number, entry in enumerate(stages):
         if entry["stage"] != number:

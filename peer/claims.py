@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from swarm.net.identity import Identity
 
 NOT_CHOSEN = "unchosen"  # in place of the trainer, while it is not known which identity leads
-ONE_TRAINER = "leave run.trainers out, or lead from each of their machines with `swarm train`"
 
 
 def as_trainer(
@@ -39,11 +38,12 @@ def as_trainer(
         config = stamped(config, one.peer_id)
         return config, _claimed(one, run_directory(config, directory))
     config = stamped(config, NOT_CHOSEN)
-    for each in _identities() if path is None else [load_identity(path)]:
-        mine = with_trainers(config, [each.peer_id])
-        run_dir = run_directory(mine, directory)
-        if _holds(run_dir, mine):
-            return mine, _claimed(each, run_dir)
+    if directory is None or (directory / "run.json").exists():  # else it has not been led
+        for each in _identities() if path is None else [load_identity(path)]:
+            mine = with_trainers(config, [each.peer_id])
+            run_dir = run_directory(mine, directory)
+            if _holds(run_dir, mine):
+                return mine, _claimed(each, run_dir)
     claimed = claim_identity_file(path) if path is not None else claim_identity(_trainer_home())
     return with_trainers(config, [claimed.peer_id]), claimed
 
@@ -63,7 +63,7 @@ def continued(config: RunConfig, source: Path) -> Path | None:
     theirs = config_in(run_dir)
     named = config.run.trainers or theirs.run.trainers
     mine = stamp(with_trainers(config, named), NOT_CHOSEN)
-    return None if _say_if_another(run_dir, mine, theirs) else run_dir
+    return None if say_if_another(run_dir, mine, theirs) else run_dir
 
 
 def refuse_elsewhere(run_dir: Path, directory: Path | None) -> None:
@@ -82,10 +82,10 @@ def say_what_differs(config: RunConfig, source: Path) -> None:
     run_dir = run_dir_of(source)
     with contextlib.suppress(StorageError):  # the checkpoint alone matters
         theirs = config_in(run_dir)
-        _say_if_another(run_dir, with_trainers(config, theirs.run.trainers), theirs)
+        say_if_another(run_dir, with_trainers(config, theirs.run.trainers), theirs)
 
 
-def _say_if_another(run_dir: Path, mine: RunConfig, theirs: RunConfig) -> bool:
+def say_if_another(run_dir: Path, mine: RunConfig, theirs: RunConfig) -> bool:
     """Whether the run in `run_dir`, `theirs`, is another than `mine`; if so, in what is printed."""
     if canonical_bytes(mine) == canonical_bytes(theirs):
         return False
@@ -154,34 +154,31 @@ def led_by(run_dir: Path) -> Identity:
     the run names several, StorageError when another process uses it.
     """
     named = config_in(run_dir).run.trainers
-    _refuse_several(
-        named,
-        "lead from each of their machines with `swarm train`, or begin a new run, with this "
-        "machine's own alone in run.trainers (`swarm id` prints it)",
-    )
+    begin = "begin a new run, with this machine's own alone in run.trainers (`swarm id` prints it)"
+    _refuse_several(named, f"lead from each of their machines with `swarm train`, or {begin}")
     mine = _own(named)
     if mine is None:
         raise ConfigError(
             f"this machine has not the identity that led {run_dir}",
-            "resume where it was led, or list another trainer in run.trainers to begin a new run",
+            f"resume where it was led, or {begin}",
         )
     return _claimed(mine, run_dir)
 
 
 def _claimed(identity: Identity, run_dir: Path) -> Identity:
     """This identity, for the run in `run_dir`. Raises StorageError."""
+    from peer.status import is_live
+    from swarm.events import read_status
     from swarm.net.identity import claim_identity_file
 
     try:
         return claim_identity_file(identity.path)
     except InUseError:
-        if not (run_dir / "status.json").exists():
+        if not is_live(read_status(run_dir / "status.json") or {}):
             raise _in_use(identity, "stop it") from None
         watch = command_line("swarm", "status", run_dir)
-        raise InUseError(
-            f"another process leads {run_dir} already, or another run with its identity",
-            f"see with {watch}, or stop it",
-        ) from None
+        what = f"another process leads {run_dir} already"
+        raise InUseError(what, f"see with {watch}, or stop it") from None
 
 
 def local_trainer(config: RunConfig) -> Identity:
@@ -195,7 +192,9 @@ def local_trainer(config: RunConfig) -> Identity:
     named = config.run.trainers
     if not named:
         return claim_identity(_trainer_home())
-    _refuse_several(named, ONE_TRAINER)
+    _refuse_several(
+        named, "leave run.trainers out, or lead from each of their machines with `swarm train`"
+    )
     mine = _own(named)
     if mine is None:
         raise _not_a_trainer(trainer_id())
@@ -256,17 +255,23 @@ def last_vote(run_dir: Path) -> Vote:
 def is_over(run_dir: Path, known: Vote) -> bool:
     """Whether the run has ended: the state that this trainer knew last is on disk here, or another
     trainer said so. Else the peers alone may have it, as when the disk was full."""
-    from peer.checkpoints import load_manifest
+    from peer.checkpoints import load_manifest, manifest_sha256
     from swarm.events import read_status
 
     status = read_status(run_dir / "status.json") or {}
     if status.get("state") == "finished" and integer(status.get("step")) >= known.next_step:
         return True
+    path, record = run_dir / "checkpoints" / f"step-{known.next_step}", known.committed
     try:
-        manifest = load_manifest(run_dir / "checkpoints" / f"step-{known.next_step}")
+        manifest = load_manifest(path)
     except DataError:
         return False
-    return known.committed is not None and manifest.get("epoch", 0) == known.committed.epoch
+    if record is None:
+        return False
+    # An epoch that has trained nothing yet is on disk as what it began with.
+    return manifest.get("epoch", 0) == record.epoch or (
+        record.restores and manifest_sha256(path) == record.checkpoint
+    )
 
 
 def ports_as_before(run_dir: Path, listen: Sequence[str]) -> list[str]:

@@ -19,6 +19,7 @@ from peer.claims import (
     local_trainer,
     ports_as_before,
     refuse_elsewhere,
+    say_if_another,
     say_what_differs,
     stamped,
 )
@@ -26,10 +27,10 @@ from peer.cli.checks import check_addresses, check_device_name
 from peer.cli.command_line import command_line
 from peer.cli.options import LISTEN
 from peer.interrupt import until_interrupted
-from peer.places import fresh_directory, refuse_another_run, run_directory
+from peer.places import config_in, fresh_directory, refuse_another_run, run_directory
 from peer.streams import forgive_full_disk
 from swarm.config import RunConfig, load_config
-from swarm.errors import ConfigError, JoinError
+from swarm.errors import ConfigError, DataError, JoinError
 
 if TYPE_CHECKING:
     from peer.local_process import ForkServer
@@ -72,7 +73,8 @@ def lead(
     link = parse_link(join) if join else None
     if lan:
         require_lan()
-    if resume is not None and (same := continued(config, resume)) is not None:
+    same = None if resume is None else continued(config, resume)
+    if same is not None:
         if led_alone(same, identity):
             refuse_elsewhere(same, directory)
         directory = directory or same
@@ -84,6 +86,8 @@ def lead(
         )
     run_dir = run_directory(config, directory)
     refuse_another_run(run_dir, config)
+    if same is not None:
+        say_if_another(same, config, config_in(same))  # as led with another identity
     num_steps = steps_to_train(config, steps)
     known = last_vote(run_dir)
     committed = known.next_step
@@ -184,27 +188,54 @@ def run_locally(
     with importing(config, threads or max(1, num_cores() // sum(counts.values()))) as server:
         config = stamped(config, trainer.peer_id)
         run_dir = same or fresh_directory(config, directory)
-        final = follow(
-            lambda say: LocalSwarm(
-                config,
-                run_dir,
-                identity_path=trainer.path,
-                claimed=True,
-                peers=counts,
+        try:
+            final = follow(
+                lambda say: LocalSwarm(
+                    config,
+                    run_dir,
+                    identity_path=trainer.path,
+                    claimed=True,
+                    peers=counts,
+                    steps=steps,
+                    report=report,
+                    threads=threads,
+                    device=device,
+                    web=web,
+                    resume=resume,
+                    second_stages=second_stages,
+                    server=server,
+                    say=say,
+                ),
+                plain=plain,
+            )
+        except KeyboardInterrupt:
+            again = command_line(
+                *("swarm", "up", run),
+                peers=peers,
                 steps=steps,
                 report=report,
                 threads=threads,
-                device=device,
+                device=None if device == "auto" else device,
                 web=web,
-                resume=resume,
-                second_stages=second_stages,
-                server=server,
-                say=say,
-            ),
-            plain=plain,
-        )
+                resume=run_dir,
+                second_stages=second_stages or None,
+                plain=plain,
+            )
+            print(_where_it_stopped(run_dir, again))
+            raise
     print(f"finished: {final['steps']} steps, sha256 {final['sha256']}")
     print(how_to_export(run_dir))
+
+
+def _where_it_stopped(run_dir: Path, again: str) -> str:
+    from peer.checkpoints import newest_first
+
+    newest = None
+    with contextlib.suppress(DataError):
+        newest = next(iter(newest_first(run_dir)), None)
+    if newest is None:
+        return f"stopped before the first checkpoint; files are in {run_dir}"
+    return f"stopped; {again} goes on from {newest.name}"
 
 
 @contextlib.contextmanager

@@ -92,19 +92,14 @@ def _export(directory: Path, out: str | Path, cache_dir: Path | None) -> dict[st
 
 def config_of(manifest: Mapping[str, Any], directory: Path) -> RunConfig:
     """The run config a checkpoint holds, if it is the one its run id names. Raises DataError."""
-    written = manifest.get("config")
-    if not isinstance(written, dict):
-        raise DataError(f"checkpoint {directory} is damaged: its config is no table")
+    remedy = "it is damaged, or export with the version of swarm-parallel that wrote it"
     try:
-        config = parse_config(written, f"the config in {directory}")
+        config = parse_config(manifest["config"], f"the config in {directory}")
     except ConfigError as error:
-        remedy = "it is damaged, or of another version of swarm-parallel"
         raise DataError(error.message, remedy) from None
     if run_id_of(canonical_bytes(config)) != manifest.get("run_id"):
-        raise DataError(
-            f"the config in {directory} is not that of run {str(manifest.get('run_id'))[:12]}…",
-            "export with the version of swarm-parallel that wrote it",
-        )
+        run_id = str(manifest.get("run_id"))[:12]
+        raise DataError(f"the config in {directory} is not that of run {run_id}…", remedy)
     return config
 
 

@@ -167,7 +167,7 @@ class LocalSwarm(ProcessTable):
     async def wait(self) -> dict[str, Any]:
         """Until the leader has finished: its report. Raises SwarmError if the run failed."""
         await self._over.wait()
-        self._raise_if_failed()
+        self.raise_if_failed()
         return self.report or {}
 
     def kill_leader(self) -> None:
@@ -231,7 +231,7 @@ class LocalSwarm(ProcessTable):
             linked.cancel()
             over.cancel()
         if not self._linked.is_set():
-            self._raise_if_failed()
+            self.raise_if_failed()
 
     async def _start_leader(self, listen: Sequence[str]) -> None:
         log = self.run_dir / "peers" / LEADER / "log"
@@ -347,7 +347,8 @@ class LocalSwarm(ProcessTable):
                 f"swarm-peer --stage {process.stage} --join {self.link}"
             )
 
-    def _raise_if_failed(self) -> None:
+    def raise_if_failed(self) -> None:
+        """Raises the SwarmError that the swarm cannot go on from, if there is one."""
         if self._fatal is not None:
             raise self._fatal
 

@@ -8,7 +8,6 @@ read gives one line, and the one before it is taken.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -56,11 +55,11 @@ class CheckpointReader:
         self.directory, self.pipeline, self.optimizer = directory, pipeline, optimizer
         self.steps_in_flight = steps_in_flight
         self.manifest = checkpoints.load_manifest(directory)
-        self.sha256 = hashlib.sha256((directory / checkpoints.MANIFEST).read_bytes()).hexdigest()
+        self.sha256 = checkpoints.manifest_sha256(directory)
         try:
             self.run_id = str(self.manifest["run_id"])
             updates = {int(entry["meta"]["updates"]) for entry in self.manifest["stages"]}
-            why = pipeline.differs_from(self.manifest.get("config", {}))
+            why = pipeline.differs_from(self.manifest["config"])
         except ConfigError as error:
             what = f"checkpoint {directory} is damaged: {error.message}"
             raise DataError(what, "choose another") from None

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from swarm.net.links import Links
 
+ENDED = ("finished", "failed")
 STALE_S = 10.0
 ANSWER_S = 15.0  # for each peer of a link to be reached and to answer
 
@@ -50,9 +51,17 @@ def show_status(where: str | None, *, as_json: bool) -> None:
     print_status(status)
     updated_at = number(status.get("updated_at"))
     age_s = time.time() - updated_at
-    if status.get("state") not in ("finished", "failed") and age_s > STALE_S:
+    if status.get("state") not in ENDED and age_s > STALE_S:
         when = f"{_ago(age_s)} ago" if updated_at > 0 else "an unknown time"
         print(f"as of {when}: its leader does not run now")
+
+
+def is_live(status: Mapping[str, Any]) -> bool:
+    """Whether a leader that goes on wrote it a moment ago."""
+    from swarm.words import number
+
+    age_s = time.time() - number(status.get("updated_at"))
+    return status.get("state") not in ENDED and age_s <= STALE_S
 
 
 def _newest_run() -> str | None:

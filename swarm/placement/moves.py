@@ -72,7 +72,7 @@ class _Draft:
             self.horizon_s = min(self.horizon_s, sketch.peers[at].lifetime_s)
             self.effort += self.policy.effort * float(sketch.own[at]) * sketch.download_s(at, where)
             self.insured += sketch.insurance(at, where)
-            self.moves.append(sketch.apply(at, where))
+            self.moves.append(sketch.apply(at, where, moves))
             self.wait_s = max(self.wait_s, self.moves[-1].download_s)
         after, during = sketch.throughput()
         net = (after - self.before) * max(0.0, self.horizon_s - self.wait_s)

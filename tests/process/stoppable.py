@@ -56,7 +56,7 @@ class Stoppable(LocalSwarm):
         try:
             async with asyncio.timeout(WAIT_S):
                 while not (found := condition()):
-                    self._raise_if_failed()
+                    self.raise_if_failed()
                     await asyncio.sleep(0.02)
                 return found
         except TimeoutError:

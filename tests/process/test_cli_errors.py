@@ -558,7 +558,7 @@ def test_what_the_leader_refuses(forks: Forks, tmp_path: Path) -> None:
     assert "port" in lines[2]
     assert f"not {RUN_ID}" in lines[3]
     assert "another process leads" in lines[4]
-    assert "or another run with its identity - see with swarm status" in lines[4]
+    assert "already - see with swarm status" in lines[4]
     assert leader.child.alive
 
 

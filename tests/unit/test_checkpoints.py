@@ -143,6 +143,19 @@ def test_a_manifest_names_no_paths(tmp_path: Path, file: str) -> None:
         checkpoints.load_manifest(directory)
 
 
+@pytest.mark.parametrize("config", [None, [], "config", 1])
+def test_a_manifest_has_a_config(tmp_path: Path, config: Any) -> None:
+    directory = write(tmp_path, 1, a_state())
+    manifest = json.loads((directory / "manifest.json").read_text())
+    (directory / "manifest.json").write_text(json.dumps({**manifest, "config": config}))
+    with pytest.raises(DataError, match="damaged: its config is no table - choose another"):
+        checkpoints.load_manifest(directory)
+    del manifest["config"]
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DataError, match="is not as it was written - choose another"):
+        checkpoints.load_manifest(directory)
+
+
 def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     directory = write(tmp_path, 1, a_state())
     path = directory / "stage-1.safetensors"
@@ -399,6 +412,9 @@ def test_export_of_a_custom_pipeline(tmp_path: Path) -> None:
 def test_export_says_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no directory"):
         export_checkpoint(tmp_path / "none", tmp_path / "out")
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match="loop is no directory"):
+        export_checkpoint(tmp_path / "loop", tmp_path / "out")
     with pytest.raises(DataError, match="holds no complete checkpoint"):
         export_checkpoint(tmp_path, tmp_path / "out")
     config = a_config()

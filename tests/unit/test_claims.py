@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from peer import checkpoints
+from peer import checkpoints, commands, run_leader, show
 from peer.claims import as_trainer, continued, is_over, led_alone, led_by, say_what_differs
 from peer.cli.swarm_program import app
 from peer.places import refuse_another_run
 from swarm.config import RunConfig, canonical_bytes, load_config, with_trainers
 from swarm.consensus import Vote
-from swarm.errors import ConfigError, InUseError, StorageError
+from swarm.errors import ConfigError, InUseError, StorageError, SwarmError
 from swarm.events import write_status
 from swarm.terms import Ballot, Record, Term
 from tests.process.forks import toml
@@ -23,9 +25,11 @@ from tests.process.forks import toml
 STEPS = 5
 
 
-def known(epoch: int = 0) -> Vote:
+def known(epoch: int = 0, restored: str = "") -> Vote:
     ballot = Ballot(Term(epoch, 1, "a"), STEPS - 1, 0)
-    return Vote(committed=Record(ballot, "", {}, {}, 1.0, 1.0, 0.1, "applied", 2.0, 64))
+    outcome = "restored" if restored else "applied"
+    made = Record(ballot, "", {}, {}, 1.0, 1.0, 0.1, outcome, 2.0, 64, checkpoint=restored)
+    return Vote(committed=made)
 
 
 def checkpoint(run_dir: Path, epoch: int = 0) -> Path:
@@ -55,6 +59,8 @@ def test_what_is_on_disk(tmp_path: Path) -> None:
     path = checkpoint(tmp_path)
     assert is_over(tmp_path, known())
     assert not is_over(tmp_path, known(epoch=1)), "the run went back, and came here another way"
+    assert is_over(tmp_path, known(epoch=1, restored=checkpoints.manifest_sha256(path)))
+    assert not is_over(tmp_path, known(epoch=1, restored="ab" * 32)), "it began with another"
     manifest = json.loads((path / checkpoints.MANIFEST).read_text())
     (path / manifest["stages"][0]["file"]).write_bytes(b"")
     assert not is_over(tmp_path, known()), "it is damaged"
@@ -69,7 +75,7 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, RunCon
     config, mine = as_trainer(load_config(toml(tmp_path / "a.toml", steps=2)), run_dir, None)
     run_dir.mkdir()
     (run_dir / "run.json").write_bytes(canonical_bytes(config))
-    write_status(run_dir / "status.json", {"state": "stopped"})
+    write_status(run_dir / "status.json", {"state": "training", "updated_at": time.time()})
     mine.release()
     return run_dir, config
 
@@ -82,8 +88,11 @@ def test_a_run_goes_on_with_the_identity_it_was_led_with(begun: tuple[Path, RunC
     again, mine = as_trainer(written, run_dir, None)
     assert again == config
     for claim in (lambda: led_by(run_dir), lambda: as_trainer(written, run_dir, None)):
-        with pytest.raises(InUseError, match=r"run already, or another run .* - see with swarm st"):
+        with pytest.raises(InUseError, match=r"leads .*run already - see with swarm status .*run,"):
             claim()
+    write_status(run_dir / "status.json", {"state": "finished", "updated_at": time.time()})
+    with pytest.raises(InUseError, match=rf"this machine's identity {mine.peer_id} - stop it"):
+        led_by(run_dir)
     mine.release()
     led_by(run_dir).release()
     home = mine.path.parent
@@ -127,6 +136,58 @@ def test_a_run_that_another_machine_led_goes_on_here_elsewhere(
     (run_dir / "run.json").write_bytes(canonical_bytes(with_trainers(config, trainers)))
     monkeypatch.setenv("XDG_DATA_HOME", str(run_dir.parent / "DATA"))
     assert not led_alone(run_dir, None), "it may be the other's directory"
+
+
+@pytest.mark.parametrize("elsewhere", [True, False], ids=["another --dir", "in its own directory"])
+def test_a_run_that_goes_on_with_another_identity_is_another(
+    begun: tuple[Path, RunConfig], monkeypatch: pytest.MonkeyPatch, elsewhere: bool
+) -> None:
+    def leads(*args: object, **options: object) -> None:
+        raise SwarmError("it leads")
+
+    monkeypatch.setattr(run_leader, "LeaderProcess", leads)
+    run_dir, _ = begun
+    options = ["--resume", str(run_dir), "--identity", str(run_dir.parent / "another.key")]
+    if elsewhere:
+        options += ["--dir", str(run_dir.parent / "other")]
+    done = CliRunner().invoke(app, ["train", str(run_dir.parent / "a.toml"), *options])
+    said = f"{run_dir} is of another run (run.trainers)\n"
+    assert (said in done.stdout) == elsewhere
+    refused = f"error: {run_dir} holds another run (run.trainers) - choose another directory"
+    assert done.stderr.startswith("error: it leads" if elsewhere else refused)
+
+
+def test_a_damaged_spare_identity_is_no_matter_to_a_directory_without_a_run(
+    begun: tuple[Path, RunConfig],
+) -> None:
+    run_dir, config = begun
+    home = run_dir.parent / "DATA" / "swarm-parallel" / "trainer"
+    (home / "identity-2.key").write_text("not a key")
+    written = load_config(run_dir.parent / "a.toml")
+    again, mine = as_trainer(written, run_dir.parent / "new", None)
+    assert (again, mine.path.name) == (config, "identity.key")
+    mine.release()
+    with pytest.raises(StorageError, match=r"identity-2\.key"):
+        as_trainer(written, None, None)  # it may be what leads a run of this file here
+
+
+def test_up_that_is_stopped_says_what_goes_on(
+    begun: tuple[Path, RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(show, "follow", stopped)
+    monkeypatch.setattr(commands, "importing", lambda *args: contextlib.nullcontext())
+    run, new = begun[0].parent / "a.toml", begun[0].parent / "new"
+    up = ["up", str(run), "--plain", "--steps", "1"]
+    done = CliRunner().invoke(app, [*up, "--dir", str(new)])
+    assert done.exit_code == 130
+    assert done.stdout.endswith(f"stopped before the first checkpoint; files are in {new}\n")
+    checkpoint(new)
+    done = CliRunner().invoke(app, [*up, "--dir", str(new)])
+    again = f"swarm up {run} --steps 1 --resume {new} --plain"
+    assert done.stdout.endswith(f"stopped; {again} goes on from step-{STEPS}\n")
 
 
 def test_what_makes_it_another_run_is_said(
