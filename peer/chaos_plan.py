@@ -68,7 +68,8 @@ class Candidate:
 
 
 def calm(seconds: float) -> float:
-    """How long a run of `seconds` is left alone at its beginning, and at its end."""
+    """How long a run of `seconds` is left alone at its beginning, and at its end: 5 %, 10 s at the
+    least."""
     return max(CALM_S, CALM_SHARE * seconds)
 
 

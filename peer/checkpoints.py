@@ -210,7 +210,7 @@ def load_manifest(directory: str | Path) -> dict[str, Any]:
     try:
         value = json.loads((directory / MANIFEST).read_bytes())
     except FileNotFoundError:
-        raise DataError(f"{directory} is not a complete checkpoint", "choose another one") from None
+        raise DataError(f"{directory} is not a complete checkpoint", "choose another") from None
     except (OSError, ValueError, RecursionError) as error:
         what = f"cannot read {directory / MANIFEST}: {error}"
         raise DataError(what, "choose another") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,7 +39,7 @@ def as_trainer(
         config = stamped(config, one.peer_id)
         return config, _claimed(one, run_directory(config, directory))
     config = stamped(config, NOT_CHOSEN)
-    if directory is None or (directory / "run.json").exists():  # else it has not been led
+    if directory is None or os.path.lexists(directory / "run.json"):  # else not led yet
         for each in _identities() if path is None else [load_identity(path)]:
             mine = with_trainers(config, [each.peer_id])
             run_dir = run_directory(mine, directory)
@@ -261,17 +262,17 @@ def is_over(run_dir: Path, known: Vote) -> bool:
     status = read_status(run_dir / "status.json") or {}
     if status.get("state") == "finished" and integer(status.get("step")) >= known.next_step:
         return True
-    path, record = run_dir / "checkpoints" / f"step-{known.next_step}", known.committed
-    try:
-        manifest = load_manifest(path)
-    except DataError:
-        return False
+    record = known.committed
     if record is None:
         return False
-    # An epoch that has trained nothing yet is on disk as what it began with.
-    return manifest.get("epoch", 0) == record.epoch or (
-        record.restores and manifest_sha256(path) == record.checkpoint
-    )
+    path = run_dir / "checkpoints" / f"step-{known.next_step}"
+    try:
+        manifest, sha256 = load_manifest(path), manifest_sha256(path)
+    except (DataError, OSError):
+        return False
+    if record.restores and sha256 == record.checkpoint:
+        return True  # an epoch that has trained nothing yet is what it began with
+    return bool(manifest.get("epoch", 0) == record.epoch)
 
 
 def ports_as_before(run_dir: Path, listen: Sequence[str]) -> list[str]:

@@ -30,11 +30,12 @@ from peer.interrupt import until_interrupted
 from peer.places import config_in, fresh_directory, refuse_another_run, run_directory
 from peer.streams import forgive_full_disk
 from swarm.config import RunConfig, load_config
-from swarm.errors import ConfigError, DataError, JoinError
+from swarm.errors import ConfigError, DataError, JoinError, StorageError
 
 if TYPE_CHECKING:
     from peer.local_process import ForkServer
     from swarm.data import Dataset
+    from swarm.terms import Record
 
 
 # ---- swarm train --------------------------------------------------------------------------------
@@ -86,8 +87,8 @@ def lead(
         )
     run_dir = run_directory(config, directory)
     refuse_another_run(run_dir, config)
-    if same is not None:
-        say_if_another(same, config, config_in(same))  # as led with another identity
+    if same is not None:  # led with another identity; a refusal has said so already
+        say_if_another(same, config, config_in(same))
     num_steps = steps_to_train(config, steps)
     known = last_vote(run_dir)
     committed = known.next_step
@@ -188,6 +189,7 @@ def run_locally(
     with importing(config, threads or max(1, num_cores() // sum(counts.values()))) as server:
         config = stamped(config, trainer.peer_id)
         run_dir = same or fresh_directory(config, directory)
+        before = last_vote(run_dir).committed
         try:
             final = follow(
                 lambda say: LocalSwarm(
@@ -221,21 +223,25 @@ def run_locally(
                 second_stages=second_stages or None,
                 plain=plain,
             )
-            print(_where_it_stopped(run_dir, again))
+            print(_where_it_stopped(run_dir, config, before, again))
             raise
     print(f"finished: {final['steps']} steps, sha256 {final['sha256']}")
     print(how_to_export(run_dir))
 
 
-def _where_it_stopped(run_dir: Path, again: str) -> str:
-    from peer.checkpoints import newest_first
+def _where_it_stopped(run_dir: Path, config: RunConfig, before: Record | None, again: str) -> str:
+    """What is said of a stopped swarm whose newest record was `before` when it began."""
+    from peer.resume import passed_through
 
-    newest = None
-    with contextlib.suppress(DataError):
-        newest = next(iter(newest_first(run_dir)), None)
-    if newest is None:
-        return f"stopped before the first checkpoint; files are in {run_dir}"
-    return f"stopped; {again} goes on from {newest.name}"
+    if not run_dir.exists():
+        return "stopped before it began"
+    with contextlib.suppress(DataError, StorageError):
+        record = last_vote(run_dir).committed
+        if record == before:
+            return f"stopped before it began; files are in {run_dir}"
+        if found := passed_through(run_dir, config, record, lambda line: None):
+            return f"stopped; {again} goes on from {found[0].name}"
+    return f"stopped, with no checkpoint to go on from ([checkpoint] every); files are in {run_dir}"
 
 
 @contextlib.contextmanager

@@ -57,7 +57,7 @@ def show_status(where: str | None, *, as_json: bool) -> None:
 
 
 def is_live(status: Mapping[str, Any]) -> bool:
-    """Whether a leader that goes on wrote it a moment ago."""
+    """Whether its leader runs, as far as it says: not ended, and written within STALE_S."""
     from swarm.words import number
 
     age_s = time.time() - number(status.get("updated_at"))

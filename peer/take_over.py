@@ -8,7 +8,6 @@ it needs nothing of the other.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -189,8 +188,7 @@ def _came_from(source: Path, run_dir: Path) -> bool:
         return False
     if checkpoints.is_checkpoint(source):
         with contextlib.suppress(OSError):  # a torn one
-            data = (source / checkpoints.MANIFEST).read_bytes()
-            return hashlib.sha256(data).hexdigest() == parent.get("checkpoint")
+            return checkpoints.manifest_sha256(source) == parent.get("checkpoint")
         return False
     return _run_id_in(theirs) in (None, parent.get("run_id"))
 

@@ -38,9 +38,13 @@ def fail_in_one_line(debug: bool) -> Iterator[None]:
         _check_directory()
         try:
             yield
-        except BrokenPipeError:  # as in `swarm status | head`
+        except OSError as error:
+            # Its last words, to a terminal that was closed or a `tee` that had the same Ctrl-C.
+            interrupted = isinstance(error.__context__, KeyboardInterrupt)
+            if not interrupted and not isinstance(error, BrokenPipeError):  # `swarm status | head`
+                raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(0)
+            sys.exit(INTERRUPTED if interrupted else 0)
 
 
 def _check_directory() -> None:

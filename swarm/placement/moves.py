@@ -19,7 +19,7 @@ left.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swarm.placement.sketch import Move, MovePolicy, Sketch
 from swarm.placement.small import best_moves, is_small
@@ -68,13 +68,18 @@ class _Draft:
     def step(self, moves: Sequence[tuple[int, int]]) -> None:
         """`(peer, stage)` moves that only make sense together."""
         sketch = self.sketch
+        settled, _ = sketch.throughput()
         for at, where in moves:
             self.horizon_s = min(self.horizon_s, sketch.peers[at].lifetime_s)
             self.effort += self.policy.effort * float(sketch.own[at]) * sketch.download_s(at, where)
             self.insured += sketch.insurance(at, where)
-            self.moves.append(sketch.apply(at, where, moves))
+            self.moves.append(sketch.apply(at, where))
             self.wait_s = max(self.wait_s, self.moves[-1].download_s)
         after, during = sketch.throughput()
+        if len(moves) > 1:  # what one alone does to its stages would mislead
+            why = f"{len(moves)} moves together: the slowest stage {settled:.3g} -> {after:.3g}/s"
+            done = len(self.moves) - len(moves)
+            self.moves[done:] = [replace(move, reason=why) for move in self.moves[done:]]
         net = (after - self.before) * max(0.0, self.horizon_s - self.wait_s)
         net -= max(0.0, self.present - during) * self.wait_s + self.effort
         self.stops.append(_Stop(len(self.moves), after, during, net + self.insured, self.insured))

@@ -7,7 +7,6 @@ hundred microseconds a move.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -210,18 +209,15 @@ class Sketch:
         insured_s = max(0.0, min(self.policy.horizon_s, life_s) - wait_s)
         return float(self.settled[to]) * insured_s / life_s * wait_s
 
-    def apply(self, at: int, to: int, together: Sequence[tuple[int, int]] = ()) -> Move:
-        """Do it on the sketch. `together`: the step that it is part of, so that a swap does not
-        read as if its stages were emptied."""
+    def apply(self, at: int, to: int) -> Move:
+        """Do it on the sketch."""
         peer, origin = self.peers[at], int(self.stage[at])
         rate = self.table.rate(peer, to)
         before, richest = float(self.settled[to]), float(self.settled[origin])
         keeps = self.keeps(at, to)
         if not keeps:
             self.present[origin] -= self.own[at]
-        if any(self.moved[other] and self.stage[other] == to for other, _ in together):
-            why = f"in exchange with one of stage {to}"
-        elif not self.staying[to]:
+        if not self.staying[to]:
             why = f"stage {to} has nobody"
         elif before <= float(self.settled.min()) * (1 + _EPSILON):
             why = f"stage {to} is the slowest ({before:.3g}/s)"
@@ -232,9 +228,12 @@ class Sketch:
         # `to` gains a server only when it has arrived; the last of a stage stays for so long.
         self.staying[origin] = max(1, self.staying[origin] - 1)
         self.moved[at] = True
-        if any(stage == origin for _, stage in together):
-            spared = f"another takes its place in stage {origin}"
-        else:
-            left = float(self.settled[origin])
-            spared = f"stage {origin} can spare it ({richest:.3g} -> {left:.3g}/s)"
-        return Move(peer.peer, origin, to, self.download_s(at, to), keeps, f"{why}, {spared}")
+        return Move(
+            peer.peer,
+            origin,
+            to,
+            self.download_s(at, to),
+            keeps,
+            f"{why}, stage {origin} can spare it ({richest:.3g} -> "
+            f"{float(self.settled[origin]):.3g}/s)",
+        )

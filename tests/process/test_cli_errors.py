@@ -430,6 +430,15 @@ def test_a_reader_that_has_gone_is_no_failure(tmp_path: Path) -> None:
     os.close(writes)
 
 
+@pytest.mark.parametrize("error", ["BrokenPipeError()", "OSError(5, 'a terminal that is closed')"])
+def test_last_words_that_nobody_hears_are_no_failure(error: str) -> None:
+    """As of `swarm up RUN.toml | tee log`, where a Ctrl-C ends the tee as well."""
+    said = f"    try:\n        raise KeyboardInterrupt\n    finally:\n        raise {error}"
+    code = f"from peer.cli.errors import fail_in_one_line\nwith fail_in_one_line(False):\n{said}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 @pytest.mark.parametrize("where", ["gone", "full"])
 def test_a_failure_that_cannot_be_said_is_one_all_the_same(where: str) -> None:
     if where == "full":

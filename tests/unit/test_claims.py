@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import shlex
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +18,13 @@ from typer.testing import CliRunner
 from peer import checkpoints, commands, run_leader, show
 from peer.claims import as_trainer, continued, is_over, led_alone, led_by, say_what_differs
 from peer.cli.swarm_program import app
+from peer.disk import FileDisk
 from peer.places import refuse_another_run
 from swarm.config import RunConfig, canonical_bytes, load_config, with_trainers
 from swarm.consensus import Vote
 from swarm.errors import ConfigError, InUseError, StorageError, SwarmError
 from swarm.events import write_status
+from swarm.net.identity import load_identity
 from swarm.terms import Ballot, Record, Term
 from tests.process.forks import toml
 
@@ -32,10 +38,10 @@ def known(epoch: int = 0, restored: str = "") -> Vote:
     return Vote(committed=made)
 
 
-def checkpoint(run_dir: Path, epoch: int = 0) -> Path:
-    staging = checkpoints.begin(run_dir, STEPS)
+def checkpoint(run_dir: Path, epoch: int = 0, run_id: str = "r", step: int = STEPS) -> Path:
+    staging = checkpoints.begin(run_dir, step)
     stage = checkpoints.write_stage(staging, 0, {"w": torch.zeros(2)}, {})
-    manifest = {"step": STEPS, "epoch": epoch, "run_id": "r", "config": {}, "stages": [stage]}
+    manifest = {"step": step, "epoch": epoch, "run_id": run_id, "config": {}, "stages": [stage]}
     return checkpoints.complete(staging, manifest)
 
 
@@ -75,7 +81,6 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, RunCon
     config, mine = as_trainer(load_config(toml(tmp_path / "a.toml", steps=2)), run_dir, None)
     run_dir.mkdir()
     (run_dir / "run.json").write_bytes(canonical_bytes(config))
-    write_status(run_dir / "status.json", {"state": "training", "updated_at": time.time()})
     mine.release()
     return run_dir, config
 
@@ -87,12 +92,14 @@ def test_a_run_goes_on_with_the_identity_it_was_led_with(begun: tuple[Path, RunC
     refuse_another_run(run_dir, config)
     again, mine = as_trainer(written, run_dir, None)
     assert again == config
-    for claim in (lambda: led_by(run_dir), lambda: as_trainer(written, run_dir, None)):
+    write_status(run_dir / "status.json", {"state": "training", "updated_at": time.time()})
+    for claim in (lambda: led_by(run_dir), lambda: as_trainer(config, run_dir, None)):
         with pytest.raises(InUseError, match=r"leads .*run already - see with swarm status .*run,"):
             claim()
-    write_status(run_dir / "status.json", {"state": "finished", "updated_at": time.time()})
-    with pytest.raises(InUseError, match=rf"this machine's identity {mine.peer_id} - stop it"):
-        led_by(run_dir)
+    for state, age_s in (("finished", 0.0), ("training", 60.0)):  # it leads another run by now
+        write_status(run_dir / "status.json", {"state": state, "updated_at": time.time() - age_s})
+        with pytest.raises(InUseError, match=rf"this machine's identity {mine.peer_id} - stop it"):
+            led_by(run_dir)
     mine.release()
     led_by(run_dir).release()
     home = mine.path.parent
@@ -174,20 +181,53 @@ def test_a_damaged_spare_identity_is_no_matter_to_a_directory_without_a_run(
 def test_up_that_is_stopped_says_what_goes_on(
     begun: tuple[Path, RunConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stopped(*args: object, **options: object) -> None:
+    """By what it has left: nothing, files, a record, checkpoints that the record names."""
+    run, new = begun[0].parent / "a.toml", begun[0].parent / "new"
+    left: list[Callable[[], object]] = []
+
+    def stopped(make: Callable[[Any], Any], **options: object) -> None:
+        for leave in left:
+            leave()
+        left.clear()
         raise KeyboardInterrupt
 
+    def commits(vote: Vote) -> None:
+        disk = FileDisk(new / "trainer")
+        asyncio.run(disk.save(vote))
+        disk.close()
+
+    def last_line(*flags: object) -> str:
+        done = CliRunner().invoke(app, ["up", str(run), *map(str, flags)])
+        assert done.exit_code == 130, done.stderr
+        return done.stdout.splitlines()[-1]
+
+    mine = load_identity(new.parent / "DATA" / "swarm-parallel" / "trainer" / "identity.key")
     monkeypatch.setattr(show, "follow", stopped)
     monkeypatch.setattr(commands, "importing", lambda *args: contextlib.nullcontext())
-    run, new = begun[0].parent / "a.toml", begun[0].parent / "new"
-    up = ["up", str(run), "--plain", "--steps", "1"]
-    done = CliRunner().invoke(app, [*up, "--dir", str(new)])
-    assert done.exit_code == 130
-    assert done.stdout.endswith(f"stopped before the first checkpoint; files are in {new}\n")
-    checkpoint(new)
-    done = CliRunner().invoke(app, [*up, "--dir", str(new)])
-    again = f"swarm up {run} --steps 1 --resume {new} --plain"
-    assert done.stdout.endswith(f"stopped; {again} goes on from step-{STEPS}\n")
+    for claim in ("local_trainer", "led_by"):  # without a lock, which would outlive the command
+        monkeypatch.setattr(commands, claim, lambda of: mine)
+    flags = ("--peers", "0:2,1:1,2:1", "--steps", 1, "--threads", 3, "--device", "cpu", "--plain")
+    assert last_line(*flags, "--dir", new / "x").endswith("stopped before it began")
+    left = [new.mkdir]
+    files = f"files are in {new}"
+    assert last_line(*flags, "--dir", new) == f"stopped before it began; {files}"
+    left = [lambda: commits(known())]
+    none = "stopped, with no checkpoint to go on from ([checkpoint] every)"
+    assert last_line(*flags, "--dir", new) == f"{none}; {files}"
+    of_this = begun[1]
+    left = [
+        lambda: commits(known(epoch=1)),
+        lambda: checkpoint(new, epoch=1, run_id=of_this.run_id),
+        lambda: checkpoint(new, epoch=2, run_id="another", step=STEPS + 1),
+        lambda: (new / "run.json").write_bytes(canonical_bytes(of_this)),
+    ]
+    told = shlex.join(
+        ["swarm", "up", str(run), *map(str, flags[:-1]), "--resume", str(new), "--plain"]
+    )
+    assert last_line(*flags, "--dir", new) == f"stopped; {told} goes on from step-{STEPS}"
+    assert last_line(*shlex.split(told)[3:]) == f"stopped before it began; {files}", (
+        "it is taken as it is told"
+    )
 
 
 def test_what_makes_it_another_run_is_said(
