@@ -178,7 +178,7 @@ def _claimed(identity: Identity, run_dir: Path) -> Identity:
         if not is_live(read_status(run_dir / "status.json") or {}):
             raise _in_use(identity, "stop it") from None
         watch = command_line("swarm", "status", run_dir)
-        what = f"another process leads {run_dir} already"
+        what = f"another process leads {run_dir} already, or another run with its identity"
         raise InUseError(what, f"see with {watch}, or stop it") from None
 
 

@@ -235,13 +235,17 @@ def _where_it_stopped(run_dir: Path, config: RunConfig, before: Record | None, a
 
     if not run_dir.exists():
         return "stopped before it began"
-    with contextlib.suppress(DataError, StorageError):
+    files = f"files are in {run_dir}"
+    try:
         record = last_vote(run_dir).committed
-        if record == before:
-            return f"stopped before it began; files are in {run_dir}"
-        if found := passed_through(run_dir, config, record, lambda line: None):
-            return f"stopped; {again} goes on from {found[0].name}"
-    return f"stopped, with no checkpoint to go on from ([checkpoint] every); files are in {run_dir}"
+        found = passed_through(run_dir, config, record, lambda line: None)
+    except (DataError, StorageError):
+        return f"stopped; {files}"
+    if record == before:  # it may have been on its way back to another checkpoint
+        return f"stopped before its first step was complete; {files}"
+    if not found:
+        return f"stopped before its first checkpoint ([checkpoint] every); {files}"
+    return f"stopped; {again} goes on from {found[0].name}"
 
 
 @contextlib.contextmanager

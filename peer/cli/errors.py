@@ -39,7 +39,7 @@ def fail_in_one_line(debug: bool) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            # Its last words, to a terminal that was closed or a `tee` that had the same Ctrl-C.
+            # What it says last, to a terminal that was closed or a `tee` that had the same Ctrl-C.
             interrupted = isinstance(error.__context__, KeyboardInterrupt)
             if not interrupted and not isinstance(error, BrokenPipeError):  # `swarm status | head`
                 raise

@@ -68,7 +68,8 @@ class _Draft:
     def step(self, moves: Sequence[tuple[int, int]]) -> None:
         """`(peer, stage)` moves that only make sense together."""
         sketch = self.sketch
-        settled, _ = sketch.throughput()
+        touched = [where for _, where in moves]
+        before = float(sketch.settled[touched].min())
         for at, where in moves:
             self.horizon_s = min(self.horizon_s, sketch.peers[at].lifetime_s)
             self.effort += self.policy.effort * float(sketch.own[at]) * sketch.download_s(at, where)
@@ -77,7 +78,8 @@ class _Draft:
             self.wait_s = max(self.wait_s, self.moves[-1].download_s)
         after, during = sketch.throughput()
         if len(moves) > 1:  # what one alone does to its stages would mislead
-            why = f"{len(moves)} moves together: the slowest stage {settled:.3g} -> {after:.3g}/s"
+            now = float(sketch.settled[touched].min())
+            why = f"{len(moves)} moves together: their slowest stage {before:.3g} -> {now:.3g}/s"
             done = len(self.moves) - len(moves)
             self.moves[done:] = [replace(move, reason=why) for move in self.moves[done:]]
         net = (after - self.before) * max(0.0, self.horizon_s - self.wait_s)

@@ -432,7 +432,7 @@ def test_a_reader_that_has_gone_is_no_failure(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", ["BrokenPipeError()", "OSError(5, 'a terminal that is closed')"])
 def test_last_words_that_nobody_hears_are_no_failure(error: str) -> None:
-    """As of `swarm up RUN.toml | tee log`, where a Ctrl-C ends the tee as well."""
+    """The line after a Ctrl-C, which a `tee` has had as well."""
     said = f"    try:\n        raise KeyboardInterrupt\n    finally:\n        raise {error}"
     code = f"from peer.cli.errors import fail_in_one_line\nwith fail_in_one_line(False):\n{said}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -567,7 +567,7 @@ def test_what_the_leader_refuses(forks: Forks, tmp_path: Path) -> None:
     assert "port" in lines[2]
     assert f"not {RUN_ID}" in lines[3]
     assert "another process leads" in lines[4]
-    assert "already - see with swarm status" in lines[4]
+    assert "or another run with its identity - see with swarm status" in lines[4]
     assert leader.child.alive
 
 

@@ -103,7 +103,9 @@ def test_a_run_is_watched_on_a_terminal_and_ends_with_ctrl_c(
     terminal.until_left()
     assert up.code() == 130, terminal.text
     assert "Traceback" not in terminal.text
-    assert "stopped, with no checkpoint to go on from ([checkpoint] every)" in terminal.text
+    assert (
+        "stopped before its first checkpoint ([checkpoint] every); files are in " in terminal.text
+    )
     assert terminal.raw.rindex(SHOW_CURSOR) > terminal.raw.rindex(HIDE_CURSOR)
     _, left = psutil.wait_procs({*processes, *above.children(recursive=True)}, timeout=0.5)
     assert left == []

@@ -318,7 +318,7 @@ def test_the_reason_of_moves_that_go_together_empties_no_stage() -> None:
         (PeerLoad("a", (0,), speed=5.0), PeerLoad("b", (1,), speed=1.0)),
     )
     assert {move.peer: move.reason for move in plan_moves(table, 1e6).moves} == dict.fromkeys(
-        "ab", "2 moves together: the slowest stage 0.25 -> 1/s"
+        "ab", "2 moves together: their slowest stage 0.25 -> 1/s"
     )
 
 
