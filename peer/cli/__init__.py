@@ -48,6 +48,7 @@ def raise_interrupts() -> None:
             if signal.getsignal(number) in (_end, signal.SIG_DFL):
                 signal.signal(number, signal.default_int_handler)
         sys.unraisablehook = _again_if_interrupted
+        sys.meta_path.insert(0, _NumpyFirst())
 
 
 def _begin() -> None:
@@ -63,6 +64,16 @@ def _begin() -> None:
     # Importing torch makes a directory in /tmp, and leaves it there, unless told of another.
     with suppress(StorageError):  # a command that needs a home says so
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_home() / "torch"))
+
+
+class _NumpyFirst:
+    """Imports numpy where torch is looked for. Torch does it from C, which loses an interrupt and
+    leaves numpy half imported: the command would go on, and fail for want of it."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == "torch":
+            sys.meta_path.remove(self)
+            import numpy  # noqa: F401
 
 
 def _again_if_interrupted(lost: "sys.UnraisableHookArgs") -> None:

@@ -430,6 +430,29 @@ def test_a_reader_that_has_gone_is_no_failure(tmp_path: Path) -> None:
     os.close(writes)
 
 
+@pytest.mark.parametrize("module", ["numpy.linalg", "torch._ops", "torch.nn"])
+@pytest.mark.parametrize("command", ["up", "train", "chaos"])
+def test_ctrl_c_among_the_imports(tmp_path: Path, command: str, module: str) -> None:
+    """Torch imports numpy from C, which loses an interrupt."""
+    code = f"""
+import os, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+from peer.cli import main
+main()
+"""
+    run = toml(tmp_path / "run.toml", steps=1)
+    args = [sys.executable, "-c", code, command, str(run)]
+    done = subprocess.run(args, capture_output=True, text=True, cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (130, "")
+
+
 @pytest.mark.parametrize("error", ["BrokenPipeError()", "OSError(5, 'a terminal that is closed')"])
 def test_last_words_that_nobody_hears_are_no_failure(error: str) -> None:
     """The line after a Ctrl-C, which a `tee` has had as well."""
