@@ -1,5 +1,5 @@
 """The device executor: one task at a time, in the order of `KernelQueue`; a device that runs beside
-its thread has the kernels of the next one queued.
+its thread has the kernels of the next ones queued.
 
 The order of the queue *is* the pipeline schedule. One forward, one backward in turn where both
 wait, together with at most `slots` microbatches between the two per replica, gives 1F1B (PipeDream,
@@ -16,7 +16,7 @@ import itertools
 import threading
 import time
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
@@ -95,9 +95,10 @@ class Timed(Generic[T]):
 @dataclass(frozen=True, slots=True)
 class Launched(Generic[T]):
     """What a task returns that has only queued its kernels, on a device that runs them beside this
-    thread. `finish` waits for them and makes the result."""
+    thread. `finish` waits for them and makes the result; `done`: it would not have to wait."""
 
     finish: Callable[[], T]
+    done: Callable[[], bool] = lambda: False
 
 
 Result: TypeAlias = T | Launched[T]
@@ -123,12 +124,15 @@ class Compute(Protocol):
         """Finish the running task, drop the others. Idempotent."""
 
 
+MOST_UNDER_WAY = 2  # a forward is queued in more time than it takes, a backward in less
+
+
 class ThreadCompute:
     """One worker thread. `afab` runs forwards before backwards.
 
-    While the device runs the kernels of a forward or backward (`Launched`), the thread queues those
-    of one more, and then waits for the first. Tasks of other kinds find the device idle, and may
-    wait for it themselves.
+    While the device runs the kernels of forwards and backwards (`Launched`), at most
+    `MOST_UNDER_WAY`, the thread queues those of one more, and then waits for the oldest. Tasks of
+    other kinds find the device idle, and may wait for it themselves.
     """
 
     def __init__(self, *, afab: bool = False, name: str = "compute") -> None:
@@ -137,7 +141,9 @@ class ThreadCompute:
         self._queue: KernelQueue[_Job] = KernelQueue(afab=afab)
         self._wake = threading.Condition()
         self._stopped = False
-        self._under_way: tuple[_Job, Launched] | None = None  # the worker's alone, as what follows
+        self._under_way: deque[tuple[_Job, Launched]] = (
+            deque()
+        )  # the worker's alone, as what follows
         self._idle_since = 0.0
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()
@@ -153,20 +159,22 @@ class ThreadCompute:
         return await job.future
 
     def _work(self) -> None:
-        while (job := self._next()) is not None or self._under_way is not None:
-            if job is None or job.kind not in (Kind.FORWARD, Kind.BACKWARD):
+        while (job := self._next()) is not None or self._under_way:
+            if job is None:
                 self._complete()
+            elif job.kind not in (Kind.FORWARD, Kind.BACKWARD):
+                self._complete_all()
             if job is not None and not job.future.cancelled():
                 self._queue.began(job.kind)
                 self._begin(job)
             del job
 
     def _next(self) -> _Job | None:
-        """What to do now; None: nothing, until what is under way has been completed or, with
-        nothing under way, for ever."""
+        """What to do now; None: nothing, until the oldest that is under way has been completed or,
+        with nothing under way, for ever."""
         with self._wake:
             while (job := self._queue.pop()) is None and not self._stopped:
-                if self._under_way is not None:
+                if self._under_way:
                     return None
                 self._wake.wait()
             return job
@@ -177,17 +185,23 @@ class ThreadCompute:
             value, error = job.task(), None
         except Exception as caught:
             value, error = None, _as_stage_failure(caught)
-        self._complete()
         if isinstance(value, Launched):
-            self._under_way = job, value
+            self._under_way.append((job, value))
+            while self._under_way and (
+                len(self._under_way) > MOST_UNDER_WAY or self._under_way[0][1].done()
+            ):
+                self._complete()
         else:
+            self._complete_all()
             self._tell(job, value, error)
 
+    def _complete_all(self) -> None:
+        while self._under_way:
+            self._complete()
+
     def _complete(self) -> None:
-        """What is under way, if anything is."""
-        if self._under_way is None:
-            return
-        (job, launched), self._under_way = self._under_way, None
+        """The oldest that is under way."""
+        job, launched = self._under_way.popleft()
         try:
             value, error = waited_for(launched), None
         except Exception as caught:

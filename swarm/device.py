@@ -3,7 +3,7 @@
 On a GPU received tensors land in pinned memory and are copied on a stream of their own as soon as
 they arrive, so the copy of the next microbatch overlaps the kernels of this one; the compute
 stream waits for the copy, not the host. What a task sends is copied on another stream of its own,
-into pinned memory again, and the compute thread queues the kernels of the next task meanwhile
+into pinned memory again, and the compute thread queues the kernels of the next tasks meanwhile
 (`swarm.compute.Launched`): a GPU that has to wait for Python between two tasks loses a third of its
 time to that. On a CPU there is nothing to move: decoding is part of the compute task that needs the
 tensors, and so is decompression everywhere (on a GPU into pinned memory), since it is work and not
@@ -26,6 +26,7 @@ from swarm.wire.codecs import Packed, WireTensor, allocate_bytes, decode
 
 T = TypeVar("T")
 MAX_PINNED_BYTES = 1 << 30  # of one tensor
+PIECE = 1 << 22  # elements of a large tensor that are copied at a time
 
 
 class Arrivals:
@@ -107,7 +108,7 @@ class Departures:
 
     def then(self, finish: Callable[[], T]) -> T | Launched[T]:
         """What a task returns that ends with `finish`, which waits for the device."""
-        return finish() if self.ready is None else Launched(finish)
+        return finish() if self.ready is None else Launched(finish, self.ready.query)
 
     def done(self, value: T) -> T | Launched[T]:
         """What a task returns that has its `value`, but for the kernels behind it."""
@@ -158,6 +159,26 @@ def to_host(tensor: Tensor) -> Tensor:
     """A copy of a device's tensor on the CPU. Blocking; belongs on the compute thread."""
     there = host_memory(tensor.shape, tensor.dtype, tensor.device)
     return there.copy_(tensor)
+
+
+class Landing:
+    """A flat tensor of a GPU on its way to the CPU, piece by piece, beside the kernels that come
+    after it: `tensor`, of which `wait(n)` waits for the first `n` elements, on any thread. Begun on
+    the compute thread."""
+
+    def __init__(self, leaving: Tensor) -> None:
+        self.tensor = host_memory(leaving.shape, leaving.dtype, leaving.device)
+        self._pieces: list[torch.cuda.Event] = []
+        stream = torch.cuda.Stream(leaving.device)
+        stream.wait_stream(torch.cuda.current_stream(leaving.device))
+        with torch.cuda.stream(stream):
+            for here, there in zip(leaving.split(PIECE), self.tensor.split(PIECE), strict=True):
+                there.copy_(here, non_blocking=True)
+                self._pieces.append(stream.record_event())
+        leaving.record_stream(stream)
+
+    def wait(self, num_elements: int) -> None:
+        self._pieces[min(max(num_elements - 1, 0) // PIECE, len(self._pieces) - 1)].synchronize()
 
 
 def allocator(device: str) -> Callable[[int], Tensor]:

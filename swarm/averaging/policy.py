@@ -12,7 +12,7 @@ so an aborted attempt costs its time and nothing else.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -24,7 +24,8 @@ from swarm.averaging.plan import EXACT
 from swarm.averaging.progress import Rates
 from swarm.compute import Compute, Kind
 from swarm.delayed_state import State
-from swarm.device import host_memory, to_host
+from swarm.device import Landing, host_memory, to_host
+from swarm.errors import StageFailedError
 from swarm.model.layout import gradient_sha256
 from swarm.stage_state import GradientFacts, rounded
 
@@ -44,13 +45,14 @@ class Reducer(Protocol):
     ) -> Rates: ...
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Update:
     """What a member has prepared. `facts` go to the leader, and their hash into the record."""
 
     gradient: Tensor  # flat float32, on the CPU: others may ask for it, and a device has no room
     facts: GradientFacts
     rates: Rates = ()
+    on_device: Tensor | None = None  # `gradient` once more, until it is applied
 
 
 class UpdatePolicy(Protocol):
@@ -96,45 +98,81 @@ class ExactPolicy:
         compute: Compute,
         shares: Sequence[int] | None = None,
     ) -> Update:
-        local, averaged = await _brought(state, compute, alone=len(members) == 1)
+        brought = await _brought(state, compute, alone=len(members) == 1)
         rates: Rates = (0,)
-        if local is not averaged:
+        if brought.local is not brought.averaged:
             rates = await self._reducer.all_reduce(
-                round_id, members, local, averaged, shares=shares, codec=self._codec
+                round_id,
+                members,
+                brought.local,
+                brought.averaged,
+                shares=shares,
+                codec=self._codec,
             )
-        return Update(averaged, await _facts(averaged, state, compute), rates)
+        facts, on_device = await _facts(brought, state, compute)
+        # Where the next step is computed meanwhile its gradients take the room.
+        kept = None if self.ahead.microbatches else on_device
+        return Update(brought.averaged, facts, rates, kept)
 
     def apply(self, state: State, update: Update, *, lr: float, scale: float) -> None:
-        gradient = update.gradient.to(state.device, non_blocking=True)
+        gradient, update.on_device = update.on_device, None
+        if gradient is None:
+            gradient = update.gradient.to(state.device, non_blocking=True)
         state.apply(gradient, lr=lr, scale=scale)
 
 
-async def _brought(state: State, compute: Compute, *, alone: bool) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Brought:
     """What is summed up here, on the CPU, and memory for the average. The two are one where a
-    device has rounded the sum of a member that is alone."""
-    if state.device.type == "cpu":  # no need to wait for what it computes
-        return state.accumulator, torch.empty(state.layout.total)
+    device has rounded the sum of a member that is alone: then it is also `on_device`, and of
+    `averaged` the first n elements are there after `wait(n)`."""
 
-    def bring() -> tuple[Tensor, Tensor]:
+    local: Tensor
+    averaged: Tensor
+    on_device: Tensor | None = None
+    wait: Callable[[int], None] = lambda num_elements: None
+
+
+async def _brought(state: State, compute: Compute, *, alone: bool) -> _Brought:
+    if state.device.type == "cpu":  # no need to wait for what it computes
+        return _Brought(state.accumulator, torch.empty(state.layout.total))
+
+    def bring() -> _Brought:
         if alone:
-            averaged = to_host(rounded(state.accumulator))
-            return averaged, averaged
+            on_device = rounded(state.accumulator)
+            landing = Landing(on_device)
+            return _Brought(landing.tensor, landing.tensor, on_device, landing.wait)
         averaged = host_memory((state.layout.total,), torch.float32, state.device)
-        return to_host(state.accumulator), averaged
+        return _Brought(to_host(state.accumulator), averaged)
 
     return (await compute.run(Kind.UPDATE, bring)).value
 
 
-async def _facts(averaged: Tensor, state: State, compute: Compute) -> GradientFacts:
-    layout, device = state.layout, state.device
+async def _facts(
+    brought: _Brought, state: State, compute: Compute
+) -> tuple[GradientFacts, Tensor | None]:
+    """Of the average, and that on the device where it is not the CPU."""
+    layout, device, averaged = state.layout, state.device, brought.averaged
     if device.type == "cpu":
-        return (await compute.run(Kind.UPDATE, lambda: GradientFacts.of(layout, averaged))).value
+        facts = await compute.run(Kind.UPDATE, lambda: GradientFacts.of(layout, averaged))
+        return facts.value, None
+
+    def norms() -> tuple[list[float], Tensor]:
+        there = averaged.to(device) if brought.on_device is None else brought.on_device
+        return layout.squared_norms(there), there
+
+    def sha256() -> str:
+        try:
+            return gradient_sha256(averaged, brought.wait)
+        except RuntimeError as error:  # of the device
+            raise StageFailedError(f"its gradient did not arrive: {str(error)[:200]}") from error
+
     # Of the same bits wherever they are computed, but hashing needs no device to wait for it.
-    norms, sha256 = await asyncio.gather(
-        compute.run(Kind.UPDATE, lambda: layout.squared_norms(averaged.to(device))),
-        asyncio.to_thread(gradient_sha256, averaged),
+    computed, hashed = await asyncio.gather(
+        compute.run(Kind.UPDATE, norms), asyncio.to_thread(sha256)
     )
-    return GradientFacts.made(sha256, norms.value)
+    squared_norms, there = computed.value
+    return GradientFacts.made(hashed, squared_norms), there
 
 
 class DelayedPolicy(ExactPolicy):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
@@ -132,18 +132,19 @@ class ParameterLayout:
         The accumulator is float32 or float64. A parameter without a gradient (frozen, or not
         reached) adds nothing.
         """
-        offsets = dict(zip(self.names, self.offsets, strict=True))
+        offsets, found = dict(zip(self.names, self.offsets, strict=True)), []
         for name, parameter in module.named_parameters():
-            if parameter.grad is None:
-                continue
-            gradient = parameter.grad.reshape(-1)
-            parameter.grad = None
-            offset = offsets[name]
-            if gradient.dtype == accumulator.dtype:
-                accumulator[offset : offset + gradient.numel()].add_(gradient)
-                continue
-            # A CPU converts into a buffer, to be kept in its cache; a GPU has no use for pieces.
-            size = CHUNK if gradient.device.type == "cpu" else max(gradient.numel(), 1)
+            if parameter.grad is not None:
+                found.append((offsets[name], parameter.grad.reshape(-1)))
+                parameter.grad = None
+        if accumulator.device.type != "cpu":
+            there = [accumulator[start : start + each.numel()] for start, each in found]
+            if there:  # one launch for many: there are a hundred, and each costs as much as a sum
+                torch._foreach_add_(there, [each for _, each in found])
+            return
+        for offset, gradient in found:
+            # What is converted goes through a buffer, to be kept in the cache.
+            size = max(gradient.numel(), 1) if gradient.dtype == accumulator.dtype else CHUNK
             for start in range(0, gradient.numel(), size):
                 part = gradient[start : start + size]
                 accumulator[offset + start : offset + start + part.numel()].add_(part)
@@ -169,16 +170,23 @@ def sha256_of(tensor: Tensor) -> str:
     return hashlib.sha256(data.numpy().data.cast("B") if data.numel() else b"").hexdigest()
 
 
-def gradient_sha256(flat: Tensor) -> str:
+def gradient_sha256(flat: Tensor, wait: Callable[[int], None] = lambda num_elements: None) -> str:
     """sha256 (hex) over the digests of a flat gradient's parts of `HASHED_PART` elements, which as
-    many threads compute as torch uses: of a billion elements one would take seconds a step."""
+    many threads compute as torch uses: of a billion elements one would take seconds a step.
+
+    `wait(n)` is called before any of the first `n` elements is read, from any thread."""
     parts = flat.detach().split(HASHED_PART)
     threads = min(torch.get_num_threads(), len(parts))
+
+    def digest(number: int) -> str:
+        wait(min((number + 1) * HASHED_PART, flat.numel()))
+        return sha256_of(parts[number])
+
     if threads > 1:
         with ThreadPoolExecutor(threads, "sha256") as pool:
-            digests = list(pool.map(sha256_of, parts))
+            digests = list(pool.map(digest, range(len(parts))))
     else:
-        digests = list(map(sha256_of, parts))
+        digests = list(map(digest, range(len(parts))))
     return hashlib.sha256(bytes.fromhex("".join(digests))).hexdigest()
 
 
@@ -207,19 +215,22 @@ def squared_norm_of(tensor: Tensor) -> float:
 
 def _squared_norms(tensors: Sequence[Tensor]) -> list[float]:
     """Of all of them before the first is waited for: a GPU has its kernels queued."""
-    sums = [torch.cat([*_sums_of_squares(each.detach().reshape(-1))]) for each in tensors]
-    values: list[float] = torch.cat(sums).tolist() if sums else []
+    flat = [each.detach().reshape(-1) for each in tensors]
+    if flat and flat[0].device.type != "cpu":
+        by_tensor = _sums_of_rows(flat)
+    else:
+        by_tensor = [torch.cat([*_sums_of_squares(each)]) for each in flat]
+    values: list[float] = torch.cat(by_tensor).tolist() if by_tensor else []
     left = iter(values)
-    return [_exact_sum([*islice(left, each.numel())]) for each in sums]
+    return [_exact_sum([*islice(left, each.numel())]) for each in by_tensor]
 
 
 def _sums_of_squares(values: Tensor) -> Iterator[Tensor]:
-    """`NORM_LEFT` sums for each row of the values, several rows at a time."""
+    """`NORM_LEFT` sums for each row of the values, row by row."""
     whole = values.numel() // NORM_ROW * NORM_ROW
-    rows_at_once = 1 if values.device.type == "cpu" else GPU_NORM_ROWS
     if whole:
-        for block in values[:whole].split(NORM_ROW * rows_at_once):
-            yield _halved(block.view(-1, NORM_ROW).double().square())
+        for row in values[:whole].split(NORM_ROW):
+            yield _halved(row.view(1, NORM_ROW).double().square())
     if rest := values.numel() - whole:
         enough = max(NORM_LEFT, 1 << rest.bit_length())  # of zeros: more would change no bit
         padded = values.new_zeros(1, enough, dtype=torch.float64)
@@ -227,6 +238,29 @@ def _sums_of_squares(values: Tensor) -> Iterator[Tensor]:
         yield _halved(padded.square_())
     if not values.numel():
         yield values.new_zeros(0, dtype=torch.float64)
+
+
+def _sums_of_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The same of flat tensors on one device, each filled up with zeros to whole rows, and the rows
+    of several at a time: a launch costs more there than what a parameter takes to compute."""
+    rows = [-(-each.numel() // NORM_ROW) for each in tensors]
+    size = NORM_ROW * min(sum(rows), GPU_NORM_ROWS)
+    block, filled = tensors[0].new_empty(size, dtype=torch.float64), 0
+    sums = [block.new_empty(0)]
+    for each, count in zip(tensors, rows, strict=True):
+        left = count * NORM_ROW
+        while left:
+            place = block[filled : filled + left]
+            values, each = each[: place.numel()], each[place.numel() :]
+            place[: values.numel()] = values
+            place[values.numel() :].zero_()
+            filled, left = filled + place.numel(), left - place.numel()
+            if filled == size:
+                sums.append(_halved(block.view(-1, NORM_ROW).square_()))
+                filled = 0
+    if filled:
+        sums.append(_halved(block[:filled].view(-1, NORM_ROW).square_()))
+    return list(torch.cat(sums).split([count * NORM_LEFT for count in rows]))
 
 
 def _halved(rows: Tensor) -> Tensor:

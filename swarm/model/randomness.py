@@ -17,10 +17,12 @@ from contextlib import contextmanager
 
 import torch
 
+_ENCODER = json.JSONEncoder(separators=(",", ":"))  # json.dumps makes one each time
+
 
 def derive_seed(*parts: int | str) -> int:
     """A seed of 63 bits from the parts; unlike parts give unlike seeds, on every machine."""
-    text = json.dumps(parts, separators=(",", ":"))
+    text = _ENCODER.encode(parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
@@ -29,7 +31,8 @@ def set_seed(seed: int) -> None:
     CUDA to be seeded later, and a stage seeds before every layer."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(seed)
+        for generator in torch.cuda.default_generators:
+            generator.manual_seed(seed)
 
 
 @contextmanager

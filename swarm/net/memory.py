@@ -249,13 +249,14 @@ class MemoryNetwork:
             self.is_silent(*link) or link in self.losing for link in ((left, right), (right, left))
         )
 
-    def in_transit(self, pipe: Pipe, data: bytes) -> bytes | None:
+    def in_transit(self, pipe: Pipe, data: bytes | memoryview) -> bytes | memoryview | None:
         """What arrives of a piece; None when its stream must end."""
         if self.corrupt:
-            data = self.corrupt(pipe.source, pipe.target, data)
+            data = self.corrupt(pipe.source, pipe.target, bytes(data))
         if self.corrupting[pipe.link]:
             self.corrupting[pipe.link] -= 1
             self.effects["corrupted"] += 1
+            data = bytes(data)
             if not data.startswith(MAGIC):
                 return None
             where = self.random.randrange(len(MAGIC))

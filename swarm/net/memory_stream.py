@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from swarm.errors import StreamClosedError
 from swarm.net.transport import Buffer
 
@@ -19,6 +21,28 @@ if TYPE_CHECKING:
     from swarm.net.memory import MemoryNetwork
 
 WINDOW_BYTES = 4 << 20
+LARGE_BYTES = 1 << 16
+
+
+def _joined(parts: Sequence[Buffer]) -> bytes | memoryview:
+    """All of them in memory of their own."""
+    size = sum(memoryview(part).nbytes for part in parts)
+    if size < LARGE_BYTES:
+        return b"".join(parts)
+    memory, filled = np.empty(size, np.uint8).data, 0
+    for part in parts:
+        there = filled + memoryview(part).nbytes
+        _copy(memory[filled:there], part)
+        filled = there
+    return memory
+
+
+def _copy(target: memoryview, source: Buffer) -> None:
+    """Bytes, large ones without the interpreter's lock: a thread that feeds a GPU needs it."""
+    if target.nbytes < LARGE_BYTES:
+        target[:] = memoryview(source).cast("B")
+    else:
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
 
 
 class Pipe:
@@ -28,7 +52,9 @@ class Pipe:
         self.network, self.source, self.target = network, source, target
         self.link = (source, target)
         self.inbox: deque[memoryview] = deque()
-        self.in_flight: deque[tuple[float, bytes | None]] = deque()  # None marks the end
+        self.in_flight: deque[tuple[float, bytes | memoryview | None]] = (
+            deque()
+        )  # None marks the end
         self.in_flight_bytes = self.unread_bytes = self.received_bytes = self.sent_bytes = 0
         self.arrives_at = 0.0
         self.ended: StreamClosedError | None = None
@@ -39,7 +65,7 @@ class Pipe:
         self.changed = asyncio.Event()
         self._schedule = 0  # raised when what is in flight is scheduled anew
 
-    def push(self, data: bytes) -> None:
+    def push(self, data: bytes | memoryview) -> None:
         network, now = self.network, asyncio.get_running_loop().time()
         self.in_flight_bytes += len(data)
         self.sent_bytes += len(data)
@@ -82,7 +108,7 @@ class Pipe:
         self.inbox.append(memoryview(changed))
         self.changed.set()
 
-    def _lose(self, data: bytes | None) -> None:
+    def _lose(self, data: bytes | memoryview | None) -> None:
         self.broken = True
         self.in_flight_bytes -= len(data or b"")
         if data:
@@ -150,7 +176,7 @@ class MemoryStream:
     async def send(self, parts: Sequence[Buffer]) -> None:
         if self._sending:
             raise RuntimeError("one sender at a time")
-        data = b"".join(parts)
+        data = _joined(parts)
         self._sending = True
         try:
             while (
@@ -204,7 +230,7 @@ class MemoryStream:
                     raise
             piece = pipe.inbox[0]
             count = min(len(piece), buffer.nbytes - filled)
-            buffer[filled : filled + count] = piece[:count]
+            _copy(buffer[filled : filled + count], piece[:count])
             filled += count
             pipe.unread_bytes -= count
             if count == len(piece):

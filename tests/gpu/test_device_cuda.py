@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from swarm.device import Arrivals, Uploader, allocator
+from swarm import device as device_module
+from swarm.device import Arrivals, Landing, Uploader, allocator
 from swarm.wire.codecs import WireTensor, bytes_view, decode, encode
 
 pytestmark = [
@@ -98,3 +99,19 @@ def test_memory_is_not_given_away_while_a_kernel_has_yet_to_read_it(uploader: Up
     kept = uploader.begin([second])
     assert not read.any()
     assert all(each.all() for each in kept.tensors())
+
+
+def test_a_tensor_lands_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_module, "PIECE", NUM // 8)
+    expected = torch.randn(NUM + 3)
+    leaving = expected.cuda()
+    busy(SHORT)
+    leaving.mul_(2)  # after which it is what is to leave
+    landing = Landing(leaving)
+    del leaving
+    later = torch.zeros(NUM + 3, device=DEVICE)  # must not take its place before it has left
+    for there in (1, NUM // 3, NUM + 3):
+        landing.wait(there)
+        assert torch.equal(landing.tensor[:there], 2 * expected[:there])
+    landing.wait(0)
+    assert not later.any()

@@ -10,7 +10,7 @@ import torch
 from swarm.ahead import Ahead
 from swarm.config import OptimizerSection
 from swarm.delayed_state import State, new_state
-from swarm.model.layout import squared_norm_of
+from swarm.model.layout import ParameterLayout, squared_norm_of
 from swarm.optim import SGD, AdamW, numerics_fingerprint
 from tests.protocol.tiny import shared_pipeline
 
@@ -86,8 +86,16 @@ def test_twins_on_unlike_devices_stay_equal(settings: OptimizerSection, ahead: A
         assert torch.equal(waiting, there.parameters) == (not ahead.microbatches)
 
 
-@pytest.mark.parametrize("num", [5, 1 << 16, 3_000_001])
+@pytest.mark.parametrize("num", [5, 1 << 16, 3_000_001, 50_000_000])
 def test_norms_have_the_same_bits_here_and_there(num: int) -> None:
     """The leader compares them between replicas on whatever devices."""
     values = torch.randn(num, generator=torch.Generator().manual_seed(3))
     assert squared_norm_of(values) == squared_norm_of(values.cuda())
+
+
+def test_norms_of_many_parameters_have_the_same_bits_here_and_there() -> None:
+    layout = ParameterLayout.from_shapes(
+        {f"p{i}": (n,) for i, n in enumerate([3, 70_000, 1, 1 << 17, 65, 9_000_001, 64])}
+    )
+    flat = torch.randn(layout.total, generator=torch.Generator().manual_seed(4))
+    assert layout.squared_norms(flat) == layout.squared_norms(flat.cuda())

@@ -230,7 +230,7 @@ class Device:
 
         def launch() -> Launched[object]:
             device.note(f"{name} launched")
-            return Launched(finish)
+            return Launched(finish, lambda: f"{name} has run" in device.log)
 
         return launch
 
@@ -250,26 +250,45 @@ def on_a_thread(check: Callable[[ThreadCompute, Device], Awaitable[None]]) -> De
     return device
 
 
-def test_the_kernels_of_one_more_are_queued_while_a_device_runs_those_of_one() -> None:
+def test_the_kernels_of_one_more_are_queued_while_a_device_has_those_of_two() -> None:
     async def check(compute: ThreadCompute, device: Device) -> None:
         release = await occupied(compute, True)
-        kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD)
+        kinds = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD, Kind.BACKWARD)
         running = [
             asyncio.create_task(compute.run(kind, device.task(name, name)))
-            for kind, name in zip(kinds, "abc", strict=True)
+            for kind, name in zip(kinds, "abcd", strict=True)
         ]
         await asyncio.sleep(0)
         await release()
         await device.has("b waited for")  # the schedule has it first
-        assert device.log == ["b launched", "a launched", "b waited for"]
+        assert device.log == ["b launched", "a launched", "c launched", "b waited for"]
         device.note("b has run")
         assert (await running[1]).value == "b"
         await device.has("a waited for")
-        assert device.log[4:] == ["b finished", "c launched", "a waited for"]
-        for name in "ac":
+        assert device.log[5:] == ["b finished", "d launched", "a waited for"]
+        for name in "acd":
             device.note(f"{name} has run")
-        assert [(await each).value for each in running] == ["a", "b", "c"]
-        assert compute.counts == {Kind.UPDATE: 1, Kind.FORWARD: 1, Kind.BACKWARD: 2}
+        assert [(await each).value for each in running] == ["a", "b", "c", "d"]
+        assert compute.counts == {Kind.UPDATE: 1, Kind.FORWARD: 1, Kind.BACKWARD: 3}
+
+    on_a_thread(check)
+
+
+def test_what_is_done_when_the_next_is_queued_does_not_wait_for_one_more() -> None:
+    async def check(compute: ThreadCompute, device: Device) -> None:
+        release = await occupied(compute, True)
+        running = [
+            asyncio.create_task(compute.run(Kind.FORWARD, device.task(name))) for name in "abc"
+        ]
+        await asyncio.sleep(0)
+        for name in "ab":
+            device.note(f"{name} has run")
+        await release()
+        await device.has("c waited for")
+        finished = [what for what in device.log if "run" not in what and "waited" not in what]
+        assert finished == ["a launched", "a finished", "b launched", "b finished", "c launched"]
+        device.note("c has run")
+        await asyncio.gather(*running)
 
     on_a_thread(check)
 
@@ -344,9 +363,10 @@ def test_no_second_of_a_device_is_counted_twice(monkeypatch: pytest.MonkeyPatch)
             asyncio.create_task(compute.run(Kind.FORWARD, device.task(name))) for name in "ab"
         ]
         await asyncio.sleep(0)
+        await release()
+        await device.has("a waited for")
         for name in "ab":
             device.note(f"{name} has run")
-        await release()
         assert [(await each).seconds for each in running] == [9.0, 2.0]
         assert compute.busy_s == 0.5 + 9.0 + 2.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from swarm.errors import PipelineError
-from swarm.model import ParameterLayout, fingerprint, model_sha256, sha256_of
+from swarm.model import ParameterLayout, fingerprint, layout, model_sha256, sha256_of
 from swarm.model.layout import gradient_sha256, squared_norm_of
 from swarm.optim import make_optimizer
 from tests.protocol.tiny import OPTIMIZER
@@ -158,6 +159,21 @@ def test_the_norm_is_added_as_defined() -> None:
     tiny = values[:1000] * 2.0**-140  # subnormal; their squares are not, in float64
     assert squared_norm_of(tiny) == norm_by_definition(tiny.tolist()) > 0.0
     assert squared_norm_of(values).hex() == "0x1.866679349de65p+15"
+
+
+@given(
+    st.lists(st.integers(0, 5).map(lambda rows: rows * layout.NORM_ROW // 2), max_size=5), st.data()
+)
+@settings(deadline=None, max_examples=25)
+def test_the_norms_that_a_gpu_adds_up_together_are_those_of_each(
+    sizes: list[int], data: st.DataObject
+) -> None:
+    sizes = [max(0, size + data.draw(st.integers(-65, 65))) for size in sizes] + [3]
+    draw = torch.Generator().manual_seed(7)
+    tensors = [torch.randn(size, generator=draw) for size in sizes]
+    with mock.patch.object(layout, "GPU_NORM_ROWS", 3):
+        sums = layout._sums_of_rows(tensors)
+    assert [math.fsum(each.tolist()) for each in sums] == [*map(squared_norm_of, tensors)]
 
 
 @pytest.mark.parametrize("num", [0, 5, 1 << 20, (1 << 20) + 1, 3 << 20])
