@@ -174,19 +174,20 @@ def gradient_sha256(flat: Tensor, wait: Callable[[int], None] = lambda num_eleme
     """sha256 (hex) over the digests of a flat gradient's parts of `HASHED_PART` elements, which as
     many threads compute as torch uses: of a billion elements one would take seconds a step.
 
-    `wait(n)` is called before any of the first `n` elements is read, from any thread."""
+    `wait(n)` is called before any of the first `n` elements is read."""
     parts = flat.detach().split(HASHED_PART)
     threads = min(torch.get_num_threads(), len(parts))
 
-    def digest(number: int) -> str:
-        wait(min((number + 1) * HASHED_PART, flat.numel()))
-        return sha256_of(parts[number])
+    def arrived() -> Iterator[Tensor]:
+        for number, part in enumerate(parts):
+            wait(number * HASHED_PART + part.numel())
+            yield part
 
     if threads > 1:
         with ThreadPoolExecutor(threads, "sha256") as pool:
-            digests = list(pool.map(digest, range(len(parts))))
+            digests = list(pool.map(sha256_of, arrived()))
     else:
-        digests = list(map(digest, range(len(parts))))
+        digests = list(map(sha256_of, arrived()))
     return hashlib.sha256(bytes.fromhex("".join(digests))).hexdigest()
 
 

@@ -17,12 +17,10 @@ from contextlib import contextmanager
 
 import torch
 
-_ENCODER = json.JSONEncoder(separators=(",", ":"))  # json.dumps makes one each time
-
 
 def derive_seed(*parts: int | str) -> int:
     """A seed of 63 bits from the parts; unlike parts give unlike seeds, on every machine."""
-    text = _ENCODER.encode(parts)
+    text = json.dumps(parts, separators=(",", ":"))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
@@ -31,8 +29,7 @@ def set_seed(seed: int) -> None:
     CUDA to be seeded later, and a stage seeds before every layer."""
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():
-        for generator in torch.cuda.default_generators:
-            generator.manual_seed(seed)
+        torch.cuda.manual_seed_all(seed)
 
 
 @contextmanager

@@ -194,6 +194,18 @@ def test_a_gradients_hash_is_as_defined_whatever_the_threads(num: int) -> None:
         torch.set_num_threads(before)
 
 
+def test_a_gradient_is_hashed_as_it_arrives() -> None:
+    expected = torch.randn(2 * layout.HASHED_PART + 5, generator=torch.Generator().manual_seed(1))
+    gradient, asked = torch.zeros_like(expected), []
+
+    def wait(num_elements: int) -> None:
+        asked.append(num_elements)
+        gradient[:num_elements] = expected[:num_elements]
+
+    assert gradient_sha256(gradient, wait) == gradient_sha256(expected)
+    assert asked == [layout.HASHED_PART, 2 * layout.HASHED_PART, len(expected)]
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_the_norm_shows_what_is_not_finite(bad: float) -> None:
     assert not math.isfinite(squared_norm_of(torch.tensor([1.0, bad])))
