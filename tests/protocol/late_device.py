@@ -18,6 +18,9 @@ class Signal:
     def __init__(self, synchronize: Callable[[], None] = lambda: None) -> None:
         self.synchronize = synchronize
 
+    def query(self) -> bool:
+        return False
+
 
 class LateDepartures(Departures):
     ready: Any
