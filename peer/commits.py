@@ -144,6 +144,7 @@ class Commits:
                 self.policy.apply(state, prepared.update, lr=record.lr, scale=record.scale)
             else:
                 state.skip()
+            prepared.update.on_device = None
             return state.fingerprint()
 
         self.server.parts.drop_works(self.server.parts.of(record.step))
@@ -181,6 +182,11 @@ class Commits:
                 facts = GradientFacts(expected, [], record.outcome == "applied")
                 return Prepared(record.ballot, Update(gradient, facts))
         raise RefusedError(f"nobody has the averaged gradient of step {record.step}")
+
+    def make_room(self) -> None:
+        """Of what is prepared nothing is left on the device: more of its step is to be computed."""
+        if self.prepared is not None:
+            self.prepared.update.on_device = None
 
     def invalidate(self) -> None:
         """The state here is of no use any more: nothing is applied to it until it is replaced."""

@@ -82,6 +82,7 @@ class Orders:
             raise CallFailedError("refused", what, stale=True)
         if term > seen:
             self._stop_round()
+            self.commits.make_room()
             self._drop_uncounted(self.server.parts.ledger.step)
             self.server.count_anew()
 
@@ -116,6 +117,7 @@ class Orders:
         if ledger.reset(term, step, count(body.get("number"))):
             if ledger is self.server.parts.ledger:  # only the oldest step is averaged
                 self._stop_round()
+                self.commits.make_room()
             self.server.parts.drop_works(part)
             part.clearing = self.server.tasks.spawn(self._clear(part), "clear")
         if part.clearing is not None:
@@ -199,6 +201,7 @@ class Orders:
             self._freeze(ballot, share, early)
             if self._round is None or self._round_ballot != ballot:
                 self._stop_round()
+                self.commits.make_room()
                 self._round_ballot = ballot
                 work = self._once_counted(ballot, members, share, shares, as_it_is, early)
                 self._round = self.server.tasks.spawn(work)
@@ -273,6 +276,7 @@ class Orders:
             # All that came here were numbers: what is added up here must be, too.
             mine = [server.state.accumulator]
             if not (await server.compute.run(Kind.UPDATE, lambda: finite(mine))).value:
+                update.on_device = None  # the error's frames live on
                 what = "what it has added up is no number"
                 raise CallFailedError("nonfinite", what)
         prepared = self.commits.prepared = Prepared(ballot, update, mark)

@@ -127,6 +127,14 @@ class Compute(Protocol):
 MOST_UNDER_WAY = 2  # a forward is queued in more time than it takes, a backward in less
 
 
+def _is_done(launched: Launched[object]) -> bool:
+    """Whether to finish it. Also where the device fails: `finish` says what it was."""
+    try:
+        return launched.done()
+    except Exception:
+        return True
+
+
 class ThreadCompute:
     """One worker thread. `afab` runs forwards before backwards.
 
@@ -188,7 +196,7 @@ class ThreadCompute:
         if isinstance(value, Launched):
             self._under_way.append((job, value))
             while self._under_way and (
-                len(self._under_way) > MOST_UNDER_WAY or self._under_way[0][1].done()
+                len(self._under_way) > MOST_UNDER_WAY or _is_done(self._under_way[0][1])
             ):
                 self._complete()
         else:

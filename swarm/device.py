@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import TypeVar
 
 import torch
@@ -161,15 +161,20 @@ def to_host(tensor: Tensor) -> Tensor:
     return there.copy_(tensor)
 
 
+@cache
+def _landing_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
 class Landing:
     """A flat tensor of a GPU on its way to the CPU, piece by piece, beside the kernels that come
     after it: `tensor`, of which `wait(n)` waits for the first `n` elements, on any thread. Begun on
-    the compute thread."""
+    the compute thread, which waits for it where the memory is not pinned."""
 
     def __init__(self, leaving: Tensor) -> None:
         self.tensor = host_memory(leaving.shape, leaving.dtype, leaving.device)
         self._pieces: list[torch.cuda.Event] = []
-        stream = torch.cuda.Stream(leaving.device)
+        stream = _landing_stream(leaving.device)
         stream.wait_stream(torch.cuda.current_stream(leaving.device))
         with torch.cuda.stream(stream):
             for here, there in zip(leaving.split(PIECE), self.tensor.split(PIECE), strict=True):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -52,7 +52,8 @@ class Update:
     gradient: Tensor  # flat float32, on the CPU: others may ask for it, and a device has no room
     facts: GradientFacts
     rates: Rates = ()
-    on_device: Tensor | None = None  # `gradient` once more, until it is applied
+    # `gradient` once more, while nothing else needs the room: it may be dropped at any time.
+    on_device: Tensor | None = None
 
 
 class UpdatePolicy(Protocol):
@@ -98,7 +99,8 @@ class ExactPolicy:
         compute: Compute,
         shares: Sequence[int] | None = None,
     ) -> Update:
-        brought = await _brought(state, compute, alone=len(members) == 1)
+        keep = not self.ahead.microbatches  # else the next step's gradients take the room
+        brought = await _brought(state, compute, alone=len(members) == 1, keep=keep)
         rates: Rates = (0,)
         if brought.local is not brought.averaged:
             rates = await self._reducer.all_reduce(
@@ -109,13 +111,11 @@ class ExactPolicy:
                 shares=shares,
                 codec=self._codec,
             )
-        facts, on_device = await _facts(brought, state, compute)
-        # Where the next step is computed meanwhile its gradients take the room.
-        kept = None if self.ahead.microbatches else on_device
-        return Update(brought.averaged, facts, rates, kept)
+        facts, on_device = await _facts(brought, state, compute, keep=keep)
+        return Update(brought.averaged, facts, rates, on_device)
 
     def apply(self, state: State, update: Update, *, lr: float, scale: float) -> None:
-        gradient, update.on_device = update.on_device, None
+        gradient = update.on_device
         if gradient is None:
             gradient = update.gradient.to(state.device, non_blocking=True)
         state.apply(gradient, lr=lr, scale=scale)
@@ -124,55 +124,71 @@ class ExactPolicy:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Brought:
     """What is summed up here, on the CPU, and memory for the average. The two are one where a
-    device has rounded the sum of a member that is alone: then it is also `on_device`, and of
-    `averaged` the first n elements are there after `wait(n)`."""
+    device has rounded the sum of a member that is alone: then the first n elements are there after
+    `wait(n)`, and it is also `on_device` or, where it must not be kept there, its norms are known.
+    """
 
     local: Tensor
     averaged: Tensor
-    on_device: Tensor | None = None
     wait: Callable[[int], None] = lambda num_elements: None
+    on_device: Tensor | None = None
+    norms: list[float] | None = None
 
 
-async def _brought(state: State, compute: Compute, *, alone: bool) -> _Brought:
+async def _brought(state: State, compute: Compute, *, alone: bool, keep: bool) -> _Brought:
     if state.device.type == "cpu":  # no need to wait for what it computes
         return _Brought(state.accumulator, torch.empty(state.layout.total))
 
     def bring() -> _Brought:
-        if alone:
-            on_device = rounded(state.accumulator)
-            landing = Landing(on_device)
-            return _Brought(landing.tensor, landing.tensor, on_device, landing.wait)
-        averaged = host_memory((state.layout.total,), torch.float32, state.device)
-        return _Brought(to_host(state.accumulator), averaged)
+        if not alone:
+            averaged = host_memory((state.layout.total,), torch.float32, state.device)
+            return _Brought(to_host(state.accumulator), averaged)
+        on_device = rounded(state.accumulator)
+        landing = Landing(on_device)
+        brought = _Brought(landing.tensor, landing.tensor, landing.wait, on_device)
+        if keep:
+            return brought
+        return replace(brought, on_device=None, norms=state.layout.squared_norms(on_device))
 
     return (await compute.run(Kind.UPDATE, bring)).value
 
 
 async def _facts(
-    brought: _Brought, state: State, compute: Compute
+    brought: _Brought, state: State, compute: Compute, *, keep: bool
 ) -> tuple[GradientFacts, Tensor | None]:
-    """Of the average, and that on the device where it is not the CPU."""
-    layout, device, averaged = state.layout, state.device, brought.averaged
-    if device.type == "cpu":
+    """Of the average, and to `keep` that on the device where it is not the CPU."""
+    layout, averaged, wait = state.layout, brought.averaged, brought.wait
+    if state.device.type == "cpu":
         facts = await compute.run(Kind.UPDATE, lambda: GradientFacts.of(layout, averaged))
         return facts.value, None
-
-    def norms() -> tuple[list[float], Tensor]:
-        there = averaged.to(device) if brought.on_device is None else brought.on_device
-        return layout.squared_norms(there), there
-
-    def sha256() -> str:
-        try:
-            return gradient_sha256(averaged, brought.wait)
-        except RuntimeError as error:  # of the device
-            raise StageFailedError(f"its gradient did not arrive: {str(error)[:200]}") from error
-
     # Of the same bits wherever they are computed, but hashing needs no device to wait for it.
-    computed, hashed = await asyncio.gather(
-        compute.run(Kind.UPDATE, norms), asyncio.to_thread(sha256)
+    (norms, on_device), sha256 = await asyncio.gather(
+        _norms(brought, state, compute, keep=keep),
+        asyncio.to_thread(gradient_sha256, averaged, lambda count: _arrived(wait, count)),
     )
-    squared_norms, there = computed.value
-    return GradientFacts.made(hashed, squared_norms), there
+    return GradientFacts.made(sha256, norms), on_device
+
+
+async def _norms(
+    brought: _Brought, state: State, compute: Compute, *, keep: bool
+) -> tuple[list[float], Tensor | None]:
+    if brought.norms is not None:
+        return brought.norms, None
+
+    def norms() -> tuple[list[float], Tensor | None]:
+        on_device = brought.on_device
+        if on_device is None:
+            on_device = brought.averaged.to(state.device)
+        return state.layout.squared_norms(on_device), on_device if keep else None
+
+    return (await compute.run(Kind.UPDATE, norms)).value
+
+
+def _arrived(wait: Callable[[int], None], num_elements: int) -> None:
+    try:
+        wait(num_elements)
+    except RuntimeError as error:  # of the device
+        raise StageFailedError(f"its gradient did not arrive: {str(error)[:200]}") from error
 
 
 class DelayedPolicy(ExactPolicy):

@@ -139,7 +139,7 @@ class ParameterLayout:
                 parameter.grad = None
         if accumulator.device.type != "cpu":
             there = [accumulator[start : start + each.numel()] for start, each in found]
-            if there:  # one launch for many: there are a hundred, and each costs as much as a sum
+            if there:  # in float32 one launch for many
                 torch._foreach_add_(there, [each for _, each in found])
             return
         for offset, gradient in found:

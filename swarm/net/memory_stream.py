@@ -38,11 +38,11 @@ def _joined(parts: Sequence[Buffer]) -> bytes | memoryview:
 
 
 def _copy(target: memoryview, source: Buffer) -> None:
-    """Bytes, large ones without the interpreter's lock: a thread that feeds a GPU needs it."""
-    if target.nbytes < LARGE_BYTES:
-        target[:] = memoryview(source).cast("B")
-    else:
+    """Bytes, without the interpreter's lock where they are many: who feeds a GPU needs it."""
+    if target.nbytes >= LARGE_BYTES:
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+    elif target.nbytes:
+        target[:] = memoryview(source).cast("B")
 
 
 class Pipe:

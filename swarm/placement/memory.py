@@ -55,7 +55,7 @@ def estimate_memory(
     parameters        4 n   float32 master weights; at most three of them with two `steps_in_flight`
     optimizer         8 n   two moments (adamw); 4 n for sgd's momentum
     accumulator       8 n   float64, or 4 n for float32; for each of the `steps_in_flight`
-    gradients         4 n   of the microbatch whose backward runs
+    gradients         4 n   of the microbatch whose backward runs, or of the step that is averaged
     activations       a s   `activation_bytes` of one microbatch between its forward and its
                             backward, times the `slots` that may be so at once
     shared                  `shared_bytes`, the same in every stage: the frozen table of a subspace

@@ -96,6 +96,22 @@ async def check_buffers_of_other_formats(peers: list[Transport]) -> None:
     assert target.tobytes() == bytes(range(48))
 
 
+async def check_large_buffers_are_done_with_once_sent(peers: list[Transport]) -> None:
+    here, there, _ = await pair(peers)
+    large = bytearray(random.Random(1).randbytes(3 * MIB))
+    expected = bytes(large) + b"end"
+    target = memoryview(bytearray(len(expected)))
+
+    async def send() -> None:
+        await here.send([b"", memoryview(large).cast("f"), bytearray(b"end"), memoryview(b"")])
+        large[:] = bytes(len(large))
+
+    sending = asyncio.create_task(send())
+    await there.receive_into(target)
+    await sending
+    assert target == expected
+
+
 async def check_slow_reader_blocks_sender(peers: list[Transport]) -> None:
     here, there, _ = await pair(peers)
     sent = 0

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import nn
 
 from swarm.ahead import Ahead
 from swarm.config import OptimizerSection
@@ -99,3 +100,29 @@ def test_norms_of_many_parameters_have_the_same_bits_here_and_there() -> None:
     )
     flat = torch.randn(layout.total, generator=torch.Generator().manual_seed(4))
     assert layout.squared_norms(flat) == layout.squared_norms(flat.cuda())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_add_up_to_the_same_bits_here_and_there(dtype: torch.dtype) -> None:
+    def added(device: str) -> torch.Tensor:
+        module = nn.ParameterDict(
+            {
+                "frozen": nn.Parameter(torch.ones(5, 3), requires_grad=False),
+                "wide": nn.Parameter(torch.ones(70, 1001)),
+                "unreached": nn.Parameter(torch.ones(7)),
+                "bias": nn.Parameter(torch.ones(3)),
+                "empty": nn.Parameter(torch.ones(0)),
+            }
+        ).to(device)
+        layout = ParameterLayout.of(module)
+        accumulator = torch.zeros(layout.total, dtype=dtype, device=device)
+        draw = torch.Generator().manual_seed(5)
+        for _ in range(3):
+            for name in ("wide", "bias", "empty"):
+                shape = module[name].shape
+                module[name].grad = torch.randn(shape, generator=draw).to(device)
+            layout.grad_into(module, accumulator)
+            assert all(parameter.grad is None for parameter in module.parameters())
+        return accumulator.cpu()
+
+    assert torch.equal(added("cpu"), added("cuda:0"))

@@ -59,7 +59,6 @@ def test_a_round_on_a_gpu_gives_what_it_gives_on_a_cpu(
             else:
                 assert update.on_device is None
             policy.apply(state, update, lr=0.1, scale=0.5)
-            assert update.on_device is None  # a device has no room for what has been applied
         for transport in network.transports.values():
             await transport.close()
         return [state.fingerprint() for state in states]

@@ -322,6 +322,26 @@ def test_what_fails_once_its_kernels_have_run_is_its_own_failure() -> None:
     on_a_thread(check)
 
 
+def test_a_device_that_cannot_even_be_asked_fails_its_task_alone() -> None:
+    """As after an assertion on a GPU, which every later call of CUDA reports."""
+
+    def lost() -> bool:
+        raise RuntimeError("device-side assert triggered")
+
+    async def check(compute: ThreadCompute, device: Device) -> None:
+        release = await occupied(compute, True)
+        tasks = [lambda: Launched(lost, lost), device.task("b", 5)]
+        running = [asyncio.create_task(compute.run(Kind.FORWARD, task)) for task in tasks]
+        await asyncio.sleep(0)
+        device.note("b has run")
+        await release()
+        with pytest.raises(StageFailedError, match="device-side assert"):
+            await running[0]
+        assert (await running[1]).value == 5
+
+    on_a_thread(check)
+
+
 def test_a_launch_that_fails_takes_nothing_along() -> None:
     def broken() -> None:
         raise ValueError("no memory")
