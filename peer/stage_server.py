@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from peer.calls import FIELDS_CODEC, MicrobatchCall, count, names
+from peer.crowds import Crowds
 from peer.kept import Work
 from peer.parts import Part, Parts
 from peer.slots import Slots
@@ -41,8 +42,10 @@ from swarm.wire.codecs import TensorMeta, WireTensor
 from swarm.wire.frames import check_indices, check_tensors
 
 log = logging.getLogger(__name__)
-# That may wait for a commit, for each stage: a leader has two open, and tries each five times.
+# In progress, for each stage: a leader has two open, and tries each five times.
 EVALUATIONS = 10
+EVALUATED_AT_ONCE = 2  # one is copied to the device while another is computed
+CALLS_OF_A_MICROBATCH = 4  # a leader has one open; those that it gave up may not know it yet
 
 
 class PipelineShape(Protocol):
@@ -94,9 +97,11 @@ class StageServer:
         self.parts = Parts(state, kept_bytes, ahead, release=self._release)
         self.uploader, self.downloader = Uploader(state.device), Downloader(state.device)
         self.tasks = TaskSet()
-        # By step and index: the try that waits for a commit, and its waiting.
-        self._awaiting: dict[tuple[int, int], tuple[int, asyncio.Task[None]]] = {}
-        self._evaluations_awaiting = 0
+        self._awaiting = Crowds(1, self.tasks)  # a commit
+        self._calls = TaskSet()  # each ends with its channel, if nothing else ends it
+        self._serving = Crowds(CALLS_OF_A_MICROBATCH, self._calls)
+        self._evaluations = 0  # in progress
+        self._evaluating = asyncio.Semaphore(EVALUATED_AT_ONCE)
         self.sent_bytes = 0  # activations to the next stage, on the wire
         self.raw_bytes = 0  # the same before the codec
         self.returned_bytes = 0  # gradients to the previous stage, on the wire
@@ -174,6 +179,16 @@ class StageServer:
             work.waited_s = loop.time() - arrived
             work.forward = self.tasks.spawn(self._forward(part, work, call, tensors))
         work = part.kept.works[call.index]
+        return await self._serving.run(
+            (call.step, call.index),
+            (call.term, call.try_),
+            lambda: self._carry_out(part, work, call, tensors),
+        )
+
+    async def _carry_out(
+        self, part: Part, work: Work, call: MicrobatchCall, tensors: Sequence[WireTensor]
+    ) -> Message:
+        """From its forward, which has begun, to its answer."""
         if work.evicted:
             return await self._recompute(part, work, call, tensors)
         assert work.forward is not None
@@ -229,24 +244,8 @@ class StageServer:
         """
         if self.parts.ledger.step > step:
             return
-        place = (call.step, call.index)
-        if place in self._awaiting:
-            try_, older = self._awaiting[place]
-            if try_ > call.try_:
-                raise RefusedError(f"try {try_} has overtaken try {call.try_}")
-            older.cancel()
-        waiting = self.tasks.spawn(self.parts.commit_of(step))
-        self._awaiting[place] = mine = (call.try_, waiting)
-        try:
-            await waiting
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
-                raise
-            raise RefusedError("given up here for a newer try") from None
-        finally:
-            if self._awaiting.get(place) is mine:
-                del self._awaiting[place]
+        place, try_ = (call.step, call.index), (call.term, call.try_)
+        await self._awaiting.run(place, try_, lambda: self.parts.commit_of(step))
 
     async def _forward(
         self, part: Part, work: Work, call: MicrobatchCall, tensors: Sequence[WireTensor]
@@ -487,47 +486,54 @@ class StageServer:
 
     async def _evaluate(self, channel: Channel, message: Message) -> Message:
         """Forward only, at the state after `step` commits; the answer holds the loss sum."""
-        body = message.body
-        step, hop, route = body["step"], body["hop"], body["route"]
+        body, hop = message.body, message.body["hop"]
         check_indices(message.tensors, self._field_specs)
         self._check_term(self.parts.oldest, Term.read(body["term"]))
+        if self._evaluations >= EVALUATIONS * self.pipeline.num_stages:
+            raise CallFailedError("refused", "too many evaluations at once", hop=hop)
+        self._evaluations += 1
+        try:
+            return await self._evaluated(body, message.tensors)
+        finally:
+            self._evaluations -= 1
+
+    async def _evaluated(self, body: dict[str, Any], tensors: Sequence[WireTensor]) -> Message:
+        step, hop, route = body["step"], body["hop"], body["route"]
         if self.parts.ledger.step < step <= self.parts.ledger.step + len(self.parts):
-            if self._evaluations_awaiting >= EVALUATIONS * self.pipeline.num_stages:
-                raise CallFailedError("refused", "too many evaluations wait here", hop=hop)
-            self._evaluations_awaiting += 1
-            try:
-                await self.parts.commit_of(step - 1)
-            finally:
-                self._evaluations_awaiting -= 1
-        if self.parts.ledger.step != step:
-            raise CallFailedError(
-                "refused", f"at step {self.parts.ledger.step}, not {step}", hop=hop
-            )
-
-        arrivals = self.uploader.begin(message.tensors)
-
+            await self.parts.commit_of(step - 1)
         is_last = hop == len(route) - 1
-
-        def run() -> Result[tuple[list[float], list[WireTensor]]]:
-            batch, inputs = self._named(arrivals.tensors())
-            outputs = self.state.evaluate(inputs, batch)
-            sent = () if is_last else self.codecs.pack(outputs, self.stage, FORWARD, None)
-            departures = self.downloader.begin(sent, outputs[:1] if is_last else ())
-            return departures.then(lambda: (departures.numbers(), departures.wires()))
-
-        losses, y = (await self.compute.run(Kind.FORWARD, run, step)).value
+        async with self._evaluating:
+            if self.parts.ledger.step != step:
+                what = f"at step {self.parts.ledger.step}, not {step}"
+                raise CallFailedError("refused", what, hop=hop)
+            arrivals = self.uploader.begin(tensors)
+            timed = await self.compute.run(
+                Kind.FORWARD, lambda: self._run_evaluation(arrivals, is_last=is_last), step
+            )
+        losses, y = timed.value
         if is_last:
             return Message({"loss": losses[0]})
         try:
             channel = await self.links.channel(route[hop + 1])
-            fields = message.tensors[: len(self._fields)]
+            fields = tensors[: len(self._fields)]
             return await channel.call("evaluate", {**body, "hop": hop + 1}, [*fields, *y])
         except (TransportError, JoinError) as error:
             raise CallFailedError("unreachable", str(error), hop=hop + 1) from None
 
+    def _run_evaluation(
+        self, arrivals: Arrivals, *, is_last: bool
+    ) -> Result[tuple[list[float], list[WireTensor]]]:
+        batch, inputs = self._named(arrivals.tensors())
+        outputs = self.state.evaluate(inputs, batch)
+        sent = () if is_last else self.codecs.pack(outputs, self.stage, FORWARD, None)
+        departures = self.downloader.begin(sent, outputs[:1] if is_last else ())
+        return departures.then(lambda: (departures.numbers(), departures.wires()))
+
     async def aclose(self) -> None:
         """End what runs here. The device is its owner's to close."""
         await self.tasks.aclose()
+        await self._calls.aclose()
 
     def abort(self) -> None:
         self.tasks.abort()
+        self._calls.abort()
