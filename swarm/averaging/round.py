@@ -142,8 +142,6 @@ class Round:
             await refuse(stream, what, link.member, self.limits)
             return
         link.incoming = stream
-        largest = self.plan.contribution_bytes(min(part, self.plan.chunk_elements))
-        link.buffers = np.empty((min(self.limits.window, self._num_chunks), largest), np.uint8)
         receive = self._spawn(link, partial(self._receive, link, stream))
         work = partial(self._reply, link, stream)
         reply = link.reply = self._spawn(link, work, self._replies)
@@ -206,6 +204,9 @@ class Round:
         raise WireError("more bytes than there are sums")
 
     async def _receive(self, link: Link, stream: Stream) -> None:
+        part = self.plan.part(self.index).num_elements
+        largest = self.plan.contribution_bytes(min(part, self.plan.chunk_elements))
+        link.buffers = np.empty((min(self.limits.window, self._num_chunks), largest), np.uint8)
         window, clock = len(link.buffers), asyncio.get_running_loop().time
         for number, chunk in enumerate(self.plan.chunks(self.index)):
             await self._num_reduced.reach(number + 1 - window)

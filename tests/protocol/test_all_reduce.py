@@ -12,6 +12,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -877,17 +878,21 @@ def test_each_stripe_that_waits_for_a_round_counts() -> None:
 
 
 @pytest.mark.parametrize("num", [DIRECT, PARTS])
-def test_who_cannot_add_up_names_itself(num: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["adding up", "what comes in"])
+def test_who_has_no_memory_names_itself(
+    where: str, num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And does not leave the others to wait for it, and each other, in vain."""
-    real, failed = round_module.sum_rounded, []
+    owner, name = (round_module, "sum_rounded") if where == "adding up" else (np, "empty")
+    real, failed = getattr(owner, name), []
 
-    def fails_once(*arguments: Any) -> None:
-        if not failed:
+    def fails_once(*arguments: Any) -> Any:
+        if not failed and (where == "adding up" or arguments[1:] == (np.uint8,)):
             failed.append(True)
             raise MemoryError("none left")
-        real(*arguments)
+        return real(*arguments)
 
-    monkeypatch.setattr(round_module, "sum_rounded", fails_once)
+    monkeypatch.setattr(owner, name, fails_once)
 
     async def script(group: Group) -> None:
         began = asyncio.get_running_loop().time()
@@ -898,7 +903,7 @@ def test_who_cannot_add_up_names_itself(num: int, monkeypatch: pytest.MonkeyPatc
         mine = [error for error in errors if "MemoryError" in str(error)]
         named = {error.peer for error in errors}  # type: ignore[attr-defined]
         assert mine
-        assert len(named) == 1
+        assert named == {mine[0].peer}  # type: ignore[attr-defined]
         assert await group.everyone("again") == [None] * len(group.members)
 
     simulate(lambda: Group(3, num, torch.float64), script)
