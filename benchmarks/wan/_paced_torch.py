@@ -31,18 +31,21 @@ LIMIT = timedelta(hours=1)
 
 
 class _Pace(torch.autograd.Function):
-    """Takes its time in both directions."""
+    """Takes its time in both directions: also in a first stage, whose `x` needs no gradient, since
+    `weight` does."""
 
     @staticmethod
-    def forward(context: Any, x: Tensor, forward_s: float, backward_s: float) -> Tensor:
+    def forward(
+        context: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float
+    ) -> Tensor:
         context.backward_s = backward_s
         time.sleep(forward_s)
         return x.clone()
 
     @staticmethod
-    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         time.sleep(context.backward_s)
-        return gradients[0], None, None
+        return gradients[0], None, None, None
 
 
 class _Stage(nn.Module):
@@ -52,7 +55,8 @@ class _Stage(nn.Module):
         self.weight = nn.Parameter(torch.ones(max(options.parameters, 1)))
 
     def forward(self, x: Tensor) -> Tensor:
-        passed: Tensor = _Pace.apply(x, self.options.forward_s, self.options.backward_s)
+        options = self.options
+        passed: Tensor = _Pace.apply(x, self.weight, options.forward_s, options.backward_s)
         return passed * self.weight[0].to(passed.dtype)
 
 

@@ -206,19 +206,25 @@ def test_torch_has_the_stages_the_microbatches_and_the_pace_of_the_swarm(
     assert (_paced_torch.STAGES, _paced_torch.PIPELINES) == (throughput.STAGES, throughput.REPLICAS)
 
 
-def test_a_paced_stage_takes_its_time_in_both_directions(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("first", [False, True], ids=["middle", "first"])
+def test_a_paced_stage_takes_its_time_in_both_directions(
+    first: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slept: list[float] = []
     monkeypatch.setattr(_paced_torch, "time", SimpleNamespace(sleep=slept.append))
     stage = _paced_torch._Stage(argparse.Namespace(forward_s=0.3, backward_s=0.6, parameters=5))
-    x = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).requires_grad_()
+    x = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).requires_grad_(not first)
     y = stage(x)
     assert slept == [0.3]
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, x)
     y.backward(torch.full_like(y, 2.0))
     assert slept == [0.3, 0.6]
-    assert x.grad is not None
-    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+    if first:
+        assert x.grad is None
+    else:
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.full_like(x, 2.0))
     assert stage.weight.shape == (5,)
     assert stage.weight.grad is not None, "DDP averages what has a gradient"
     assert stage.weight.grad.tolist() == [2.0 * 15, 0, 0, 0, 0]
