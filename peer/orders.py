@@ -82,7 +82,6 @@ class Orders:
             raise CallFailedError("refused", what, stale=True)
         if term > seen:
             self._stop_round()
-            self.commits.make_room()
             self._drop_uncounted(self.server.parts.ledger.step)
             self.server.count_anew()
 
@@ -117,7 +116,6 @@ class Orders:
         if ledger.reset(term, step, count(body.get("number"))):
             if ledger is self.server.parts.ledger:  # only the oldest step is averaged
                 self._stop_round()
-                self.commits.make_room()
             self.server.parts.drop_works(part)
             part.clearing = self.server.tasks.spawn(self._clear(part), "clear")
         if part.clearing is not None:
@@ -201,7 +199,6 @@ class Orders:
             self._freeze(ballot, share, early)
             if self._round is None or self._round_ballot != ballot:
                 self._stop_round()
-                self.commits.make_room()
                 self._round_ballot = ballot
                 work = self._once_counted(ballot, members, share, shares, as_it_is, early)
                 self._round = self.server.tasks.spawn(work)
@@ -304,6 +301,8 @@ class Orders:
         return frozen and self._round is not None and not self._round.done()
 
     def _stop_round(self) -> None:
+        """And keep no gradient of it on the device: what comes next needs the room."""
+        self.commits.make_room()
         if self._round is not None and not self._round.done():
             self._round.cancel()
         self._round = self._round_ballot = None

@@ -149,9 +149,8 @@ class ThreadCompute:
         self._queue: KernelQueue[_Job] = KernelQueue(afab=afab)
         self._wake = threading.Condition()
         self._stopped = False
-        self._under_way: deque[tuple[_Job, Launched]] = (
-            deque()
-        )  # the worker's alone, as what follows
+        # The worker's alone, as what follows.
+        self._under_way: deque[tuple[_Job, Launched]] = deque()
         self._idle_since = 0.0
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
         self._thread.start()

@@ -52,9 +52,8 @@ class Pipe:
         self.network, self.source, self.target = network, source, target
         self.link = (source, target)
         self.inbox: deque[memoryview] = deque()
-        self.in_flight: deque[tuple[float, bytes | memoryview | None]] = (
-            deque()
-        )  # None marks the end
+        # When it was sent, and what; None marks the end.
+        self.in_flight: deque[tuple[float, bytes | memoryview | None]] = deque()
         self.in_flight_bytes = self.unread_bytes = self.received_bytes = self.sent_bytes = 0
         self.arrives_at = 0.0
         self.ended: StreamClosedError | None = None
