@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -42,10 +43,11 @@ from swarm.wire.codecs import TensorMeta, WireTensor
 from swarm.wire.frames import check_indices, check_tensors
 
 log = logging.getLogger(__name__)
-# In progress, for each stage: a leader has two open, and tries each five times.
+# In progress from one peer, for each stage: a leader has two open, and tries each five times.
 EVALUATIONS = 10
 EVALUATED_AT_ONCE = 2  # one is copied to the device while another is computed
-CALLS_OF_A_MICROBATCH = 4  # a leader has one open; those that it gave up may not know it yet
+# From one peer: a leader has one open; those that it gave up may not know it yet.
+CALLS_OF_A_MICROBATCH = 4
 
 
 class PipelineShape(Protocol):
@@ -97,10 +99,11 @@ class StageServer:
         self.parts = Parts(state, kept_bytes, ahead, release=self._release)
         self.uploader, self.downloader = Uploader(state.device), Downloader(state.device)
         self.tasks = TaskSet()
-        self._awaiting = Crowds(1, self.tasks)  # a commit
-        self._calls = TaskSet()  # each ends with its channel, if nothing else ends it
-        self._serving = Crowds(CALLS_OF_A_MICROBATCH, self._calls)
-        self._evaluations = 0  # in progress
+        # By step and index: those that wait for a commit.
+        self._awaiting: Crowds[tuple[int, int]] = Crowds(1, self.tasks)
+        # By whom, step and index: nobody's calls make another's give way.
+        self._serving: Crowds[tuple[str, int, int]] = Crowds(CALLS_OF_A_MICROBATCH, TaskSet())
+        self._evaluations: Counter[str] = Counter()  # in progress, by whom
         self._evaluating = asyncio.Semaphore(EVALUATED_AT_ONCE)
         self.sent_bytes = 0  # activations to the next stage, on the wire
         self.raw_bytes = 0  # the same before the codec
@@ -151,7 +154,7 @@ class StageServer:
         call = MicrobatchCall.read(message.body)
         try:
             check_indices(message.tensors, self._field_specs)
-            return await self._serve(call, message.tensors)
+            return await self._serve(channel.peer, call, message.tensors)
         except CallFailedError:
             raise
         except (RefusedError, WireError) as error:
@@ -164,7 +167,9 @@ class StageServer:
             what = f"{type(error).__name__}: {error}"
             raise CallFailedError("failed", what, hop=call.hop) from error
 
-    async def _serve(self, call: MicrobatchCall, tensors: Sequence[WireTensor]) -> Message:
+    async def _serve(
+        self, peer: str, call: MicrobatchCall, tensors: Sequence[WireTensor]
+    ) -> Message:
         """Every failure names this hop, or the leader would suspect the first of the route."""
         part = self.parts.of(call.step)
         self._check_term(part, call.term)
@@ -180,7 +185,7 @@ class StageServer:
             work.forward = self.tasks.spawn(self._forward(part, work, call, tensors))
         work = part.kept.works[call.index]
         return await self._serving.run(
-            (call.step, call.index),
+            (peer, call.step, call.index),
             (call.term, call.try_),
             lambda: self._carry_out(part, work, call, tensors),
         )
@@ -489,13 +494,15 @@ class StageServer:
         body, hop = message.body, message.body["hop"]
         check_indices(message.tensors, self._field_specs)
         self._check_term(self.parts.oldest, Term.read(body["term"]))
-        if self._evaluations >= EVALUATIONS * self.pipeline.num_stages:
+        if self._evaluations[channel.peer] >= EVALUATIONS * self.pipeline.num_stages:
             raise CallFailedError("refused", "too many evaluations at once", hop=hop)
-        self._evaluations += 1
+        self._evaluations[channel.peer] += 1
         try:
             return await self._evaluated(body, message.tensors)
         finally:
-            self._evaluations -= 1
+            self._evaluations[channel.peer] -= 1
+            if not self._evaluations[channel.peer]:
+                del self._evaluations[channel.peer]
 
     async def _evaluated(self, body: dict[str, Any], tensors: Sequence[WireTensor]) -> Message:
         step, hop, route = body["step"], body["hop"], body["route"]
@@ -531,9 +538,10 @@ class StageServer:
 
     async def aclose(self) -> None:
         """End what runs here. The device is its owner's to close."""
+        self.abort()
         await self.tasks.aclose()
-        await self._calls.aclose()
+        await self._serving.tasks.aclose()
 
     def abort(self) -> None:
         self.tasks.abort()
-        self._calls.abort()
+        self._serving.tasks.abort()

@@ -586,6 +586,8 @@ class Swarm:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
         await member.links.aclose()
+        server = member.server
+        assert server is None or not server._serving.tasks, f"{name} serves calls without channels"
         await member.aclose()
         await self.computes[name].aclose()
         await self.network.transports[name].close()

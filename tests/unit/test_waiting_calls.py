@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -81,10 +82,13 @@ class Replica:
         self.server.parts.see(NOW)
         self.calls: list[asyncio.Task[Message | None]] = []
 
-    async def call(self, method: str, body: dict[str, Any]) -> asyncio.Task[Message | None]:
+    async def call(
+        self, method: str, body: dict[str, Any], peer: str = "b"
+    ) -> asyncio.Task[Message | None]:
         """After all that it does without waiting."""
         handle: Any = self.server.methods()[method].handle
-        self.calls.append(asyncio.ensure_future(handle(None, Message(body, FIELDS))))
+        channel = SimpleNamespace(peer=peer)
+        self.calls.append(asyncio.ensure_future(handle(channel, Message(body, FIELDS))))
         await all_that_needs_no_waiting()
         return self.calls[-1]
 
@@ -156,6 +160,8 @@ async def no_more_evaluations_wait_than_a_leader_asks_for(replica: Replica) -> N
     calls[0].cancel()
     await all_that_needs_no_waiting()
     assert not (await replica.call("evaluate", evaluation(NOW, 1))).done(), "there is room again"
+    other = await replica.call("evaluate", evaluation(NOW, 1), peer="c")
+    assert not other.done(), "nobody takes another's room"
 
 
 async def a_new_leader_counts_its_tries_anew(replica: Replica) -> None:
@@ -194,7 +200,13 @@ async def no_more_calls_of_a_microbatch_than_a_leader_makes(replica: Replica) ->
     for call in calls[:-CALLS_OF_A_MICROBATCH]:
         assert "given up here for a newer try" in why(call)
     newest = calls[-CALLS_OF_A_MICROBATCH:]
-    assert not any(call.done() for call in newest)
+    older = await replica.call("microbatch", replace(CALL, step=0, index=0, try_=0).body())
+    assert "try 1 has overtaken try 0" in why(older)
+    stranger = await replica.call("microbatch", body, peer="c")
+    assert not any(call.done() for call in (*newest, stranger)), "nobody ends another's"
+    stranger.cancel()
+    await all_that_needs_no_waiting()
+    assert len(replica.server._serving.tasks) == len(newest), "a call ends with its channel"
     other = await replica.call("microbatch", replace(CALL, step=0, index=1).body())
     assert not any(call.done() for call in (*newest, other))
     replica.compute.free.set()
@@ -203,6 +215,15 @@ async def no_more_calls_of_a_microbatch_than_a_leader_makes(replica: Replica) ->
     await other
     assert replica.server.parts.ledger.counted == {0, 1}
     assert replica.compute.counts == {Kind.FORWARD: 2, Kind.BACKWARD: 2}, "once, whoever asked"
+    assert not replica.server._serving.at
+
+
+async def calls_end_with_the_server(replica: Replica) -> None:
+    replica.compute.free.clear()
+    call = await replica.call("microbatch", replace(CALL, step=0, index=0).body())
+    await replica.server.aclose()
+    await all_that_needs_no_waiting()
+    assert why(call) == "given up here"
     assert not replica.server._serving.at
 
 
@@ -218,6 +239,7 @@ async def no_more_calls_of_a_microbatch_than_a_leader_makes(replica: Replica) ->
         evaluations_wait_for_the_device_without_being_copied_there,
         evaluations_that_waited_past_a_commit_are_refused,
         no_more_calls_of_a_microbatch_than_a_leader_makes,
+        calls_end_with_the_server,
     ],
 )
 def test_of_what_waits(check: Any) -> None:
