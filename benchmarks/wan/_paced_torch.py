@@ -32,11 +32,11 @@ LIMIT = timedelta(hours=1)
 
 class _Pace(torch.autograd.Function):
     """Takes its time in both directions: also in a first stage, whose `x` needs no gradient, since
-    `weight` does."""
+    `always` does."""
 
     @staticmethod
     def forward(
-        context: Any, x: Tensor, weight: Tensor, forward_s: float, backward_s: float
+        context: Any, x: Tensor, always: Tensor, forward_s: float, backward_s: float
     ) -> Tensor:
         context.backward_s = backward_s
         time.sleep(forward_s)
@@ -53,10 +53,12 @@ class _Stage(nn.Module):
         super().__init__()
         self.options = options
         self.weight = nn.Parameter(torch.ones(max(options.parameters, 1)))
+        # No parameter: DDP need not wait for the pace of the last backward to average `weight`.
+        self.always = torch.zeros((), requires_grad=True)
 
     def forward(self, x: Tensor) -> Tensor:
         options = self.options
-        passed: Tensor = _Pace.apply(x, self.weight, options.forward_s, options.backward_s)
+        passed: Tensor = _Pace.apply(x, self.always, options.forward_s, options.backward_s)
         return passed * self.weight[0].to(passed.dtype)
 
 
