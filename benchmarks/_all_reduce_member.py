@@ -150,6 +150,7 @@ async def streams_member() -> None:
     told = await ask()
     rank, addresses = told["rank"], told["addresses"]
     members = sorted(addresses)
+    index = members.index(transport.peer_id)
     dist.init_process_group("gloo", init_method=told["gloo"], rank=rank, world_size=len(members))
     reducer = GroupAllReduce(transport, addresses=addresses.__getitem__)
     reducer.serve()
@@ -168,16 +169,20 @@ async def streams_member() -> None:
         answer(ready=True)
         await ask()
         count += 1
+        came: Sequence[int] = ()
         begun = time.perf_counter()
         if side == "ours":
-            await reducer.all_reduce(str(count), members, local, out)
+            came = await reducer.all_reduce(
+                str(count), members, local, out, shares=told.get("shares")
+            )
         elif side == "bare":
             await bare.run()
         else:
             out = local
             dist.all_reduce(out)
         seconds = time.perf_counter() - begun
-        answer(seconds=seconds, sha256=hashlib.sha256(out.numpy().data).hexdigest())
+        digest = hashlib.sha256(out.numpy().data).hexdigest()
+        answer(seconds=seconds, sha256=digest, index=index, came=list(came))
 
 
 def find_group(averager: Any) -> Any:

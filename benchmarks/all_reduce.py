@@ -51,6 +51,7 @@ class Members:
         self, kind: str, num: int, wrap: Callable[[int, list[str]], list[str]] = _as_it_is
     ) -> None:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (as long as the processes)
+        self.came: list[list[float]] = []  # at each, of each: bytes per second in our last round
         self.processes = [
             subprocess.Popen(
                 wrap(rank, [sys.executable, str(MEMBER), kind]),
@@ -94,6 +95,8 @@ class Members:
         heard = self.hear()
         if fields["side"] in ("ours", "gloo") and len({h["sha256"] for h in heard}) != 1:
             raise SystemExit(f"members of {fields} hold different bytes")
+        if fields["side"] == "ours":
+            self.came = [h["came"] for h in sorted(heard, key=lambda h: h["index"])]
         return max(h["seconds"] for h in heard)
 
     def close(self) -> None:

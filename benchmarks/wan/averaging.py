@@ -4,9 +4,11 @@ Members live in hosts of the lab, each with the line of the profile (`_profiles.
 send float32 as it is, so both move the same bytes, and take turns within one run. A round's time is
 that of its slowest member; medians. PCCL reports 0.86 to 0.96 of gloo's time between sites. With
 each result stands what its lab gave just before (`_measured.py`). Several connections are those of
-`swarm-peer --connections`; bare TCP's are in `line.py`.
+`swarm-peer --connections`; bare TCP's are in `line.py`. Where lines are unlike, a swarm gives its
+members unlike parts to sum (`--split`, over one connection); all else here has even ones.
 
     python benchmarks/wan/averaging.py [--profiles fibre home] [--members 4 8] [--connections 1 4]
+    python benchmarks/wan/averaging.py --profiles mixed --members 4 --split
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +29,12 @@ from _namespaces import DEVICE, LabError
 from _profiles import PROFILES
 from all_reduce import Members
 
+from swarm.averaging.plan import balanced_shares, learned_rate, link_rates
 from swarm.net.transport import MAX_CONNECTIONS
 
 GOAL = 0.9
+SPLIT = "split"
+FLOAT32_BYTES = 4
 GLOO_PORT = 29_400  # every host of the lab has its ports to itself
 
 
@@ -49,12 +55,33 @@ def start(lab: Lab, connections: int) -> Members:
     return members
 
 
+class Links:
+    """What rounds have shown of the members' lines, as a leader learns it (`peer/averaging.py`)."""
+
+    def __init__(self, num: int) -> None:
+        self.rates = [(0.0, 0.0)] * num  # sent and received
+
+    def shares(self) -> list[int] | None:
+        return balanced_shares(self.rates, FLOAT32_BYTES, FLOAT32_BYTES)
+
+    def learn(self, came: Sequence[Sequence[float]]) -> None:
+        seen = link_rates(came)
+        sent, received = (max(rates) for rates in zip(*seen, strict=True))
+        self.rates = [
+            (learned_rate(before[0], now[0], sent), learned_rate(before[1], now[1], received))
+            for before, now in zip(self.rates, seen, strict=True)
+        ]
+
+
 def measure(
     profile: str, num: int, congestion: str, options: argparse.Namespace
 ) -> tuple[dict[str, float], dict[str, Any]]:
     """Median seconds by side, and of its uplink busy as `SIDE busy`; what the lab gave, and what
-    the hub says of itself. Sides: `gloo`, and ours by the number of connections."""
+    the hub says of itself. Sides: `gloo`, ours by the number of connections, and `split`."""
     sides = {**{str(each): each for each in options.connections}, "gloo": 0}
+    if options.split:
+        sides[SPLIT] = 1
+    links = Links(num)
     taken: dict[str, list[float]] = {side: [] for side in sides}
     busy: dict[str, list[float]] = {f"{side} busy": [] for side in sides}
     lab = Lab(profile, num, congestion=congestion, keep_window=options.keep_window)
@@ -73,7 +100,10 @@ def measure(
                         connections=connections,
                         num_elements=elements,
                         accumulate="float32",
+                        shares=links.shares() if side == SPLIT else None,
                     )
+                    if side == SPLIT:
+                        links.learn(members.came)
                     if trial:
                         taken[side].append(took)
                         busy[f"{side} busy"].append(busiest_s(lab, before))
@@ -124,6 +154,25 @@ def compared(
     ]
 
 
+def split_compared(
+    profile: str, num: int, congestion: str, medians: dict[str, float], mb: float
+) -> list[dict[str, Any]]:
+    """The same of parts by what the lines were seen to do, beside even ones."""
+    even, split, gloo = medians["1"], medians[SPLIT], medians["gloo"]
+    print(
+        f"{profile:9} {congestion:10} {num:7} {SPLIT:>11} {split:8.3f}"
+        f" ({medians[f'{SPLIT} busy']:.2f})   {split / even:.2f}x even parts' {even:.3f},"
+        f" {split / gloo:.2f}x gloo's"
+    )
+    name = f"{profile}, {num} members, {mb:g} MB, {congestion}"
+    return [
+        result(f"all-reduce in unlike parts / in even ones, {name}", split / even, "x"),
+        result(f"all-reduce in unlike parts / gloo, {name}", split / gloo, "x"),
+        result(f"all-reduce in unlike parts, {name}", split, "s"),
+        result(f"uplink busy, all-reduce in unlike parts, {name}", medians[f"{SPLIT} busy"], "s"),
+    ]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--profiles", nargs="+", default=["fibre", "home"], choices=list(PROFILES))
@@ -131,6 +180,9 @@ def main() -> None:
     parser.add_argument("--congestion", nargs="+", default=["cubic", "bbr"])
     parser.add_argument("--mb", type=float, default=16, help="of float32")
     parser.add_argument("--connections", type=int, nargs="+", default=[1], help="in turn")
+    parser.add_argument(
+        "--split", action="store_true", help="also in parts by what each line was seen to do"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--keep-window", action="store_true", help="no slow start after a pause")
     options = parser.parse_args()
@@ -138,6 +190,8 @@ def main() -> None:
         parser.error("--members is 2 or more, --rounds and --mb are above 0")
     if not set(options.connections) <= set(range(1, MAX_CONNECTIONS + 1)):
         parser.error(f"--connections is 1 to {MAX_CONNECTIONS}")
+    if options.split and 1 not in options.connections:
+        parser.error("--split is compared with one connection: leave --connections out")
     end_politely()
     results = []
     print(
@@ -151,6 +205,9 @@ def main() -> None:
                 tcp = congestion + ("+keep" if options.keep_window else "")
                 for connections in options.connections:
                     found = compared(profile, num, tcp, connections, medians, options.mb)
+                    results += [{**each, "lab": lab} for each in found]
+                if options.split:
+                    found = split_compared(profile, num, tcp, medians, options.mb)
                     results += [{**each, "lab": lab} for each in found]
                 print(f"   {said(lab['lines'])}; hub {lab['hub']}", flush=True)
     print_results("wan_all_reduce", results)

@@ -74,6 +74,7 @@ COMMANDS = {
     "connections_on_poor": Command(
         8, "averaging.py --members 4 --profiles poor --mb 2 --rounds 3 --connections 1 2 4 8"
     ),
+    "unlike": Command(6, "averaging.py --profiles mixed --members 4 --mb 2 --split --keep-window"),
     "exact": Command(11, f"throughput.py --policy exact {THIN}"),
     "ahead": Command(17, f"throughput.py {AHEAD} --profiles lan fibre home --rounds 5 {THIN}"),
     # What `update.ahead` is unless told; the kernel as it comes; a subspace in other codecs.
