@@ -17,7 +17,7 @@ define install
 	@echo "setting up .venv$(if $(1), with $(1)); the first time takes a minute or more"
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "needs Python 3.11 or newer, as in: make PYTHON=python3.12"; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
 	@$(PIP) install -c constraints.txt -e '.$(1)' 2>.venv/pip.log || { cat .venv/pip.log; exit 1; }
 	@touch $(2)
 endef

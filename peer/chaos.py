@@ -31,7 +31,7 @@ from peer.chaos_plan import (
 )
 from peer.chaos_report import Chaos, Struck, summary, table
 from peer.local import LEADER, LocalSwarm
-from peer.streams import forgive_full_disk
+from peer.streams import forgive_lost_lines
 from peer.witness import (
     WITNESSED_LEADER,
     WITNESSED_PEER,
@@ -305,7 +305,7 @@ def run_chaos(
     from peer.places import fresh_directory
     from swarm.config import load_config
 
-    forgive_full_disk()
+    forgive_lost_lines()
     config = load_config(path)
     refuse_what_rounds(config)
     default = dict.fromkeys(range(config.model.stages), 2)

@@ -28,7 +28,7 @@ from peer.cli.command_line import command_line
 from peer.cli.options import LISTEN
 from peer.interrupt import until_interrupted
 from peer.places import config_in, fresh_directory, refuse_another_run, run_directory
-from peer.streams import forgive_full_disk
+from peer.streams import forgive_lost_lines
 from swarm.config import RunConfig, load_config
 from swarm.errors import ConfigError, DataError, JoinError, StorageError
 
@@ -61,17 +61,18 @@ def lead(
     from peer.lan import require_lan
     from peer.launch import steps_to_train
     from peer.run_leader import LeaderProcess
+    from peer.serve import read_link, refuse_empty_link
     from peer.show import Follower
     from peer.view import TerminalView
-    from swarm.net.link import parse_link
     from swarm.placement import MovePolicy
 
-    forgive_full_disk()
+    forgive_lost_lines()
     check_addresses(listen, announce)
     config = load_config(run)
     if accept_loss and resume is None:
         raise ConfigError("--accept-loss alone does nothing", "add --resume DIR")
-    link = parse_link(join) if join else None
+    refuse_empty_link(join)
+    link = read_link(join) if join is not None else None
     if lan:
         require_lan()
     same = None if resume is None else continued(config, resume)
@@ -79,11 +80,15 @@ def lead(
         if led_alone(same, identity):
             refuse_elsewhere(same, directory)
         directory = directory or same
+    named = config.run.trainers
     config, mine = as_trainer(config, directory, identity)
     if link is not None and link.run_id != config.run_id:
         raise JoinError(
             f"the link is of run {link.run_id}, this file and data make run {config.run_id}",
-            "use the same run.toml and data as the other trainers",
+            "use the same run.toml and data as the other trainers"
+            if named
+            else "a run.toml that names no trainers is led by whoever starts it: list the "
+            "`swarm id` of all in run.trainers, or help with swarm-peer --join LINK",
         )
     run_dir = run_directory(config, directory)
     refuse_another_run(run_dir, config)
@@ -172,7 +177,7 @@ def run_locally(
     from peer.local import LocalSwarm, num_cores, parse_peers
     from peer.show import follow
 
-    forgive_full_disk()
+    forgive_lost_lines()
     check_device_name(device)
     config = load_config(run)
     default = dict.fromkeys(range(config.model.stages), 1)

@@ -21,7 +21,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peer.streams import forgive_full_disk
+from peer.streams import forgive_lost_lines
 from swarm.errors import SwarmError
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def run(
 
     `drain` leaves politely first, and tells whether `main` then ends by itself.
     """
-    forgive_full_disk()
+    forgive_lost_lines()
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(message)s")
     try:
         _settle(threads)

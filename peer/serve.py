@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from peer.cli.checks import (
     check_addresses,
@@ -18,9 +19,12 @@ from peer.cli.checks import (
 )
 from peer.interrupt import until_interrupted
 from peer.places import data_home
-from peer.streams import forgive_full_disk
+from peer.streams import forgive_lost_lines
 from swarm.errors import ConfigError, JoinError, StorageError
 from swarm.words import clean
+
+if TYPE_CHECKING:
+    from swarm.net.link import JoinLink
 
 LAST_SWARM = "last-swarm"
 JOIN_VARIABLE = "SWARM_JOIN"
@@ -52,7 +56,7 @@ def serve_stage(
     take seconds.
     """
     from swarm.net.identity import claim_identity, claim_identity_file
-    from swarm.net.link import format_link, parse_link
+    from swarm.net.link import format_link
 
     stages = stage_numbers(stage)
     check_device_name(device)
@@ -62,8 +66,7 @@ def serve_stage(
     home = data_dir or data_home() / "peer"
     if lan and join is not None:
         raise ConfigError("--lan finds a run, --join names one", "give one of them")
-    if join is not None and not join.strip():
-        raise JoinError("--join is empty", "pass the link that `swarm train` printed")
+    refuse_empty_link(join)
     if lan:
         join = _find_on_lan()
     join = join or os.environ.get(JOIN_VARIABLE) or last_swarm(home)
@@ -72,15 +75,10 @@ def serve_stage(
             "no swarm to join",
             "ask whoever leads a run for its link (swarm train prints it) and pass --join LINK",
         )
-    try:
-        link = parse_link(join)
-    except JoinError as error:
-        if join == os.environ.get(JOIN_VARIABLE):
-            raise JoinError(f"${JOIN_VARIABLE}: {error.message}", error.remedy) from None
-        raise
+    link = read_link(join)
     was_there = (last_swarm(home) or "").startswith(format_link(link.run_id, ()))
     mine = claim_identity_file(identity) if identity else claim_identity(home)
-    forgive_full_disk()
+    forgive_lost_lines()
     print("starting", flush=True)
     from peer.run_peer import NEW_LINK_S, PeerOptions, PeerProcess
 
@@ -118,6 +116,24 @@ def serve_stage(
         print("left", flush=True)
 
 
+def refuse_empty_link(join: str | None, name: str = "--join") -> None:
+    """As of a variable that is not set: it must not mean another swarm, or none."""
+    if join is not None and not join.strip():
+        raise JoinError(f"{name} is empty", "pass the link that `swarm train` printed")
+
+
+def read_link(join: str) -> JoinLink:
+    """Of a user or of $SWARM_JOIN, which is named if it is wrong. Raises JoinError."""
+    from swarm.net.link import parse_link
+
+    try:
+        return parse_link(join)
+    except JoinError as error:
+        if join == os.environ.get(JOIN_VARIABLE):
+            raise JoinError(f"${JOIN_VARIABLE}: {error.message}", error.remedy) from None
+        raise
+
+
 def last_swarm(home: Path | None = None) -> str | None:
     """The link of the swarm that was joined last; None where there is none that could be used."""
     from swarm.net.link import parse_link
@@ -136,4 +152,9 @@ def _find_on_lan() -> str:
     links = run_loop(find_on_lan(None, LAN_TIMEOUT_S))
     if not links:
         raise JoinError("no swarm was found on the local network", "pass its link with --join")
+    if len(links) > 1:
+        raise JoinError(
+            f"{len(links)} swarms are on the local network: {' '.join(links)}",
+            "pass one's link with --join",
+        )
     return links[0]

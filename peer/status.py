@@ -15,6 +15,7 @@ from swarm.errors import JoinError, SwarmError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from swarm.net.link import JoinLink
     from swarm.net.links import Links
 
 ENDED = ("finished", "failed")
@@ -28,18 +29,19 @@ def show_status(where: str | None, *, as_json: bool) -> None:
     With neither: of $SWARM_JOIN, of the newest run in `runs/` here, or of the last swarm joined.
     Whatever the leader or the file says, this prints text that harms no terminal, or valid JSON.
     """
-    from peer.serve import JOIN_VARIABLE, last_swarm
+    from peer.serve import JOIN_VARIABLE, last_swarm, read_link, refuse_empty_link
     from peer.view import print_status
     from swarm.events import plain_json, read_status
     from swarm.words import number
 
+    refuse_empty_link(where, "the run to show")
     where = where or os.environ.get(JOIN_VARIABLE) or _newest_run() or last_swarm()
     if where is None:
         raise JoinError(
             "no swarm is named and none was joined before", "swarm status LINK, or a run directory"
         )
     if where.startswith("swarm://"):
-        status = until_interrupted(_ask_status(where))
+        status = until_interrupted(_ask_status(read_link(where)))
     else:
         found = read_status(Path(where) / "status.json")
         if found is None:
@@ -76,16 +78,14 @@ def _ago(seconds: float) -> str:
     return f"{seconds:.0f} seconds"
 
 
-async def _ask_status(text: str) -> dict[str, Any]:
+async def _ask_status(link: JoinLink) -> dict[str, Any]:
     import tempfile
 
     from swarm.net.identity import load_identity
     from swarm.net.libp2p import Libp2pTransport
-    from swarm.net.link import parse_link
     from swarm.net.links import Links
     from swarm.terms import new_incarnation
 
-    link = parse_link(text)
     with tempfile.TemporaryDirectory() as scratch:
         identity = load_identity(Path(scratch) / "identity.key")
         transport = await Libp2pTransport.create(identity_path=identity.path, listen=())

@@ -1,4 +1,5 @@
-"""What a process that trains says, on a disk that may be full: the line is lost, not the process.
+"""What a process that trains says, on a disk that may be full or to a terminal that may have been
+closed: the line is lost, not the process.
 
 Only for what lives long. A command that answers once must fail where its answer does not fit.
 """
@@ -12,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+CLOSED = (errno.EIO,)  # a terminal, from which it was disowned; a pipe's end has another
 
 
 class _Forgiving(io.FileIO):
@@ -19,13 +21,14 @@ class _Forgiving(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in FULL + CLOSED:
                 raise
             return memoryview(data).nbytes
 
 
-def forgive_full_disk() -> None:
-    """From now on standard output and error lose what does not fit on their disk, line by line."""
+def forgive_lost_lines() -> None:
+    """From now on standard output and error lose what does not fit on their disk, or was for a
+    terminal that is gone, line by line."""
     for name in ("stdout", "stderr"):
         before = getattr(sys, name)
         try:

@@ -19,15 +19,15 @@ def run_dashboard(
     """`swarm dashboard`: serve a page about a swarm until interrupted."""
     from peer.interrupt import until_interrupted
     from peer.places import data_home
-    from peer.serve import JOIN_VARIABLE, last_swarm
-    from swarm.net.link import parse_link
+    from peer.serve import JOIN_VARIABLE, last_swarm, read_link, refuse_empty_link
     from web.serve import Dashboard
 
+    refuse_empty_link(join)
     join = join or os.environ.get(JOIN_VARIABLE) or last_swarm()
     if not join:
         raise JoinError("no swarm is named and none was joined before", "pass its --join LINK")
     dashboard = Dashboard(
-        parse_link(join),
+        read_link(join),
         data_dir or data_home() / "dashboard",
         host=host,
         port=port,

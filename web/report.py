@@ -12,6 +12,7 @@ from swarm.events import read_status, tail_events
 from web.render import page
 from web.replay import record
 
+BEGINS = b"<!doctype html>"
 STATIC = Path(__file__).parent / "static"
 FILES = (
     "vendor/uPlot.min.css", "style.css", "vendor/uPlot.iife.min.js", "format.js", "pipeline.js",
@@ -39,15 +40,30 @@ def write_report(run_dir: Path, out: Path | None = None) -> Path:
         {name: (STATIC / name).read_text(encoding="utf-8") for name in FILES},
     )
     path = out or run_dir / "report.html"
-    is_new = not os.path.lexists(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(html, encoding="utf-8")
+        _write(path, html.encode())
     except OSError as error:
-        if is_new:
-            with contextlib.suppress(OSError):
-                path.unlink()
         raise StorageError(
             f"cannot write {path}: {error.strerror}", "free some space, or name another file"
         ) from None
     return path
+
+
+def _write(path: Path, page: bytes) -> None:
+    """Replace an earlier report as a whole, and no other file."""
+    if os.path.lexists(path) and not path.is_file():  # a pipe, say
+        path.write_bytes(page)
+        return
+    if path.is_file():
+        with path.open("rb") as before:
+            if before.read(len(BEGINS)) not in (BEGINS, b""):
+                raise StorageError(f"{path} is no report", "name another file, or remove it first")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(page)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise

@@ -15,6 +15,8 @@ from peer.cli import INTERRUPTED, raise_interrupts
 from peer.streams import FULL
 from swarm.errors import StorageError, SwarmError
 
+READER_GONE = 141  # as a shell says of what SIGPIPE has ended: the work may not be done
+
 
 def run_program(app: Callable[[], object]) -> None:
     """Run a whole program: what fails before any command begins, as `--help` on a full disk, is one
@@ -44,7 +46,7 @@ def fail_in_one_line(debug: bool) -> Iterator[None]:
             if not interrupted and not isinstance(error, BrokenPipeError):  # `swarm status | head`
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(INTERRUPTED if interrupted else 0)
+            sys.exit(INTERRUPTED if interrupted else READER_GONE)
 
 
 def _check_directory() -> None:

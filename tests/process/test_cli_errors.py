@@ -24,8 +24,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from peer import run_peer
-from peer.cli.errors import fail_in_one_line
+from peer import lan, run_peer
+from peer.cli.errors import READER_GONE, fail_in_one_line
 from peer.cli.peer_program import peer_app
 from peer.cli.swarm_program import app
 from peer.run_peer import Speaker
@@ -417,8 +417,9 @@ def test_an_output_that_takes_nothing_is_one_line(args: tuple[str, ...]) -> None
     )
 
 
-def test_a_reader_that_has_gone_is_no_failure(tmp_path: Path) -> None:
-    """As `swarm status runs/x | true`."""
+def test_a_reader_that_has_gone_ends_it_without_a_word(tmp_path: Path) -> None:
+    """As `swarm status runs/x | true`; but not as if all had been done, as `swarm chaos | head`
+    could not tell then."""
     (tmp_path / "x").mkdir()
     (tmp_path / "x" / "status.json").write_text(json.dumps({"run": {"name": "x"}}))
     reads, writes = os.pipe()
@@ -426,7 +427,7 @@ def test_a_reader_that_has_gone_is_no_failure(tmp_path: Path) -> None:
     for more in ((), ("--json",)):
         command = command_of("status", "x", *more)
         done = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True)
-        assert (done.returncode, done.stderr) == (0, "")
+        assert (done.returncode, done.stderr) == (READER_GONE, "")
     os.close(writes)
 
 
@@ -500,6 +501,54 @@ def test_a_wrong_link(link: str, said: str, monkeypatch: pytest.MonkeyPatch) -> 
     line = fails(JOIN, program="swarm-peer")
     assert said in line
     assert line.startswith("$SWARM_JOIN: ")
+
+
+def test_the_variable_with_a_wrong_link_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWARM_JOIN", "swarm://nonsense")
+    for command in ("status", "dashboard"):
+        assert fails(JOIN, command).startswith("$SWARM_JOIN: ")
+
+
+def test_an_empty_link_is_not_another_swarm(tmp_path: Path) -> None:
+    """As of `--join "$LINK"` where nothing set it."""
+    run = toml(tmp_path / "run.toml", steps=1)
+    remedy = "is empty - pass the link that `swarm train` printed"
+    assert fails(JOIN, "status", "") == f"the run to show {remedy}"
+    for command in (("train", run), ("dashboard",)):
+        assert fails(JOIN, *command, "--join", " ") == f"--join {remedy}"
+    assert fails(JOIN, "--join", "", program="swarm-peer") == f"--join {remedy}"
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("named", "remedy"),
+    [
+        (True, "use the same run.toml and data as the other trainers"),
+        (False, "list the `swarm id` of all in run.trainers, or help with swarm-peer --join LINK"),
+    ],
+)
+def test_a_link_of_another_run(tmp_path: Path, named: bool, remedy: str) -> None:
+    """Who starts a run.toml that names no trainers leads a run of its own."""
+    run = toml(tmp_path / "run.toml", steps=1)
+    if named:
+        mine = CliRunner().invoke(app, ["id"]).stdout.strip()
+        run.write_text(run.read_text().replace("[run]\n", f'[run]\ntrainers = ["{mine}"]\n', 1))
+    line = fails(JOIN, "train", run, "--join", DEAD)
+    assert line.startswith(f"the link is of run {RUN_ID}, this file and data make run ")
+    assert line.endswith(remedy)
+
+
+def test_of_several_swarms_nearby_none_is_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    links = [DEAD, DEAD.replace(RUN_ID, RUN_ID[::-1])]
+
+    async def find_on_lan(*_: object) -> list[str]:
+        return links
+
+    monkeypatch.setattr(lan, "find_on_lan", find_on_lan)
+    line = fails(JOIN, "--lan", program="swarm-peer")
+    assert line == (
+        f"2 swarms are on the local network: {links[0]} {links[1]} - pass one's link with --join"
+    )
 
 
 def test_no_link(tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ def test_the_demo_leaves_a_model_and_nothing_else(forks: Forks, tmp_path: Path) 
     assert [int(line.split()[1]) for line in steps] == list(range(len(steps)))
     assert " left:" not in demo.out  # of peers that were told to go
     (run_dir,) = (tmp_path / "runs").iterdir()
-    assert f"trained {len(steps)} steps; the model is in {run_dir.relative_to(tmp_path)}/model"
+    said = f"trained {len(steps)} steps; the model is in {run_dir.relative_to(tmp_path)}/model"
+    assert said in demo.out
     assert "it writes:\n\ndef " in demo.out
 
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -10,9 +10,9 @@ import pytest
 
 SAYING = """
 import sys
-from peer.streams import forgive_full_disk
+from peer.streams import forgive_lost_lines
 print("said before", file=sys.stdout)
-forgive_full_disk()
+forgive_lost_lines()
 for number in range(3):
     print("x" * 100_000)
     print("said", number, file=sys.stderr, flush=True)
@@ -35,6 +35,20 @@ def test_a_full_disk_loses_lines_only(full: str) -> None:
         assert done.stderr == "said 0\nsaid 1\nsaid 2\n"
     else:
         assert done.stdout == "said before\n" + 3 * ("x" * 100_000 + "\n")
+
+
+def test_a_terminal_that_is_gone_loses_lines_only() -> None:
+    """As of who disowns a process and closes the terminal."""
+    ours, its = os.openpty()
+    code = SAYING.replace("forgive_lost_lines()", "forgive_lost_lines()\nsys.stdin.readline()")
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=its, stderr=its
+    ) as process:
+        os.close(its)
+        assert os.read(ours, 100).startswith(b"said before")
+        os.close(ours)
+        process.communicate(b"\n", timeout=60)
+    assert process.returncode == 0
 
 
 def test_who_reads_no_more_ends_it() -> None:

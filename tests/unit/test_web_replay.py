@@ -124,5 +124,10 @@ def test_one_file_with_nothing_from_elsewhere(tmp_path: Path, peers: list[str]) 
         write_report(tmp_path, Path("/dev/full"))
     assert Path("/dev/full").exists()
     assert write_report(tmp_path, tmp_path / "new" / "report.html").is_file()
+    assert write_report(tmp_path) == path, "an earlier report is replaced"
+    with pytest.raises(StorageError, match=r"events\.jsonl is no report - name another file"):
+        write_report(tmp_path, tmp_path / "events.jsonl")
+    assert (tmp_path / "events.jsonl").read_text() == text + '{"torn'
+    assert not list(tmp_path.glob(".*")), "nothing half written is left"
     with pytest.raises(DataError, match="holds no events"):
         write_report(tmp_path / "keys")
