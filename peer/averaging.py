@@ -127,11 +127,11 @@ class Averaging:
         self._rates = {name: each for name, each in self._rates.items() if name in present}
 
     def begin_early(self, step: Step) -> None:
-        """All of `step` is given away: order its averaging, unless it is complete anyway, or an
-        earlier leader may have a hand in it."""
+        """All of `step` is given away: order its averaging, unless it is complete anyway, a hop is
+        being replaced, or an earlier leader may have a hand in it."""
         leader = self.leader
         sure = leader.quorum.has_voided(step.number) and not leader.microbatches_of(step).adopting
-        if self._may_be_early and sure and not step.complete:
+        if self._may_be_early and sure and step.placed and not step.complete:
             self._early = self._begin(step, early=True)
 
     def give_up(self, step: Step) -> None:

@@ -121,6 +121,12 @@ class Step:
             if index not in self.done and index not in self.open
         ]
 
+    @property
+    def placed(self) -> bool:
+        """Whether every microbatch has a whole route: one that a replica has fenced lacks a hop
+        until it is issued again."""
+        return not self.waiting() and all(None not in hops for hops in self.hops)
+
     def issue(self, index: int, now: float, exclude: Sequence[str] = ()) -> Issue | None:
         """Draw the missing hops of a microbatch and open a new try. None: no such route now."""
         for stage in range(self.num_stages):
@@ -183,8 +189,9 @@ class Step:
 
         ValueError while one is still to be given away.
         """
-        if self.waiting():
-            raise ValueError(f"step {self.number} lacks {self.waiting()[:5]}")
+        if not self.placed:
+            lacks = [n for n, hops in enumerate(self.hops) if None in hops] or self.waiting()
+            raise ValueError(f"step {self.number} lacks {lacks[:5]}")
         counted: dict[str, list[int]] = {name: [] for name in self.active}
         for index, hops in enumerate(self.hops):
             for name in hops:

@@ -111,6 +111,29 @@ async def average(leader: Leader, step: Step) -> None:
         leader._make_record(step, prepared).pack()
 
 
+def test_averaging_is_not_ordered_while_a_hop_is_being_replaced() -> None:
+    """The suspect has been fenced, others are asked meanwhile, and the last microbatch is given
+    away."""
+
+    async def main() -> None:
+        leader, step = make({})
+        leader.microbatches_of(step).adopting = False
+        leader.averager._may_be_early = True  # it has had no attempt yet
+        issues = [step.issue(index, 0.0) for index in range(2)]
+        first = issues[0]
+        assert first is not None
+        step.fenced(first, first.route[1])
+        leader._all_given(step)
+        assert leader.averager._early is None
+        step.give_back(first)
+        assert step.issue(0, 0.0)
+        leader._all_given(step)
+        assert leader.averager._early is not None
+        await leader.tasks.aclose()
+
+    run(main(), limit_s=100)
+
+
 async def adopt(leader: Leader, step: Step) -> None:
     member = leader.members.by_name["r1.0#1"]
     step.expel(member.incarnation, "")

@@ -110,6 +110,23 @@ def test_an_answer_of_a_route_that_has_changed_does_not_count() -> None:
     assert step.acknowledge(newer)
 
 
+def test_who_has_been_fenced_leaves_a_hop_to_be_placed() -> None:
+    step = step_with("0.a", "1.a", "1.b")
+    issues = [step.issue(index, 0.0) for index in range(4)]
+    assert step.placed
+    first = issues[0]
+    assert first is not None
+    step.fenced(first, first.route[1])
+    assert not step.waiting(), "its try is open still"
+    assert not step.placed
+    with pytest.raises(ValueError, match=r"lacks \[0\]"):
+        step.groups()
+    step.give_back(first)
+    assert step.issue(0, 0.0)
+    assert step.placed
+    assert sum(map(len, step.groups()[1].ledgers.values())) == 4
+
+
 def test_a_stage_without_replicas_gives_no_route() -> None:
     step = step_with("0.a", "1.a")
     step.expel("1.a", "dead")
