@@ -98,7 +98,9 @@ async def _evaluate(leader: Leader, step: int, tensors: list[Any]) -> float:
     loop = asyncio.get_running_loop()
     failure: SwarmError = RefusedError("no route")
     for _ in range(TRIES):
-        drawn = leader.router.route(range(leader.pipeline.num_stages), (), loop.time())
+        # It takes no slot, so it goes to who is full of microbatches as well.
+        stages = range(leader.pipeline.num_stages)
+        drawn = leader.router.route(stages, (), loop.time(), patient=False)
         if drawn is not None:
             route = [choice.replica for choice in drawn]
             body = {"term": list(leader.term), "step": step, "route": route, "hop": 0}

@@ -212,6 +212,20 @@ class SlowCommits(Swarm):
             self.losses.append(await validate(leader))
 
 
+def test_validation_does_not_wait_for_those_who_are_full() -> None:
+    """It takes no slot, and the step ahead may keep all of them taken for long."""
+    microbatches, ahead = 60, 30
+    chosen = plan(
+        microbatches, validation_microbatches=12, ahead=ahead_of("delayed", ahead, microbatches)
+    )
+    swarm = SlowCommits(
+        replicas=(1, 1, 1), plan=chosen, policy="delayed", ahead=ahead, seconds=(0.1, 0.2)
+    )
+    swarm.run(3)
+    assert len(swarm.losses) >= 2
+    assert None not in swarm.losses
+
+
 @pytest.mark.parametrize(
     ("policy", "microbatches", "stages"), [("exact", 1, 3), ("exact", 2, 5), ("delayed", 4, 5)]
 )
