@@ -118,14 +118,18 @@ class StageState:
         Either everything is added to the accumulator or, when this raises, nothing; but if adding
         itself raises, part of it may be in there, and `into` is `spoiled` until its `clear`.
         """
-        was_spoiled, left = into is not None and into.spoiled, True
+        left = True
         try:
             answers = backward(graph.inputs, graph.outputs, gradients)
             before(answers)
             if into is not None:
-                into._dirty = into.spoiled = True
-                self.layout.grad_into(self.stage, into.accumulator)
-                into.spoiled, left = was_spoiled, False
+                into._dirty = True
+                try:
+                    self.layout.grad_into(self.stage, into.accumulator)
+                except BaseException:
+                    into.spoiled = True
+                    raise
+                left = False
             return answers
         finally:
             if left:  # walking through the modules costs as much as a kernel or two

@@ -180,6 +180,11 @@ def check_config(config: Any, *, vocab_size: int, sequence: int) -> None:
         raise PipelineError(
             "the router's loss spans all stages", "set output_router_logits to false"
         )
+    if _setting(text, "layerdrop"):
+        raise PipelineError(
+            "with layerdrop a model leaves layers out at random, each stage others",
+            "set layerdrop to 0",
+        )
     if text.vocab_size < vocab_size:
         raise ConfigError(
             f"the data has {vocab_size} tokens but the model only {text.vocab_size}",

@@ -47,7 +47,7 @@ def _is_norm(module: nn.Module) -> bool:
 
 def _is_bias(name: str) -> bool:
     last = name.rpartition(".")[2]
-    return last == "bias" or last.endswith("_bias")
+    return last == "bias" or last.endswith("_bias") or last.startswith("bias_")
 
 
 @dataclass(frozen=True)
@@ -288,6 +288,8 @@ def _odd_weights(count: int) -> Tensor:
 def fingerprint(*tensors: Tensor) -> int:
     """A 64-bit number of the exact bits of some flat float32 tensors, in order; cheap, not secret.
 
+    A change of one element always shows. Of two that are swapped one pair in 2^27 goes unseen, of
+    values whose mantissas end in many zeros, as small integers' do, more: one in 2^8 at the worst.
     Wraparound integer arithmetic gives the same number in any order of addition, so on any device.
     """
     result = 0

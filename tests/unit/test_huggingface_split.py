@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -213,6 +214,16 @@ def test_layers_that_share_keys_are_refused(stages: int) -> None:
     config = inline_config({"model_type": "gemma3n_text", "tie_word_embeddings": False}, 256)
     with pytest.raises(PipelineError, match="layers of gemma3n_text share keys and values"):
         HuggingFacePipeline(config, num_stages=stages, microbatch_size=2, sequence=8, seed=0)
+
+
+def test_layers_that_are_left_out_at_random_are_refused() -> None:
+    """It is off in the check, which compares without dropout."""
+    values = {"model_type": "opt", "hidden_size": 32, "num_hidden_layers": 3, "ffn_dim": 64,
+              "num_attention_heads": 4, "word_embed_proj_dim": 32}  # fmt: skip
+    for layerdrop, refusal in ((0.1, pytest.raises(PipelineError, match="layerdrop")), (0.0, None)):
+        config = inline_config({**values, "layerdrop": layerdrop}, 256)
+        with refusal or contextlib.nullcontext():
+            HuggingFacePipeline(config, num_stages=3, microbatch_size=2, sequence=8, seed=0)
 
 
 @pytest.mark.parametrize("stages", [1, 3])
