@@ -311,9 +311,8 @@ class Orders:
 
     async def _commit(self, channel: Channel, message: Message) -> Message:
         """Apply a committed record. The answer says where this replica stands afterwards."""
-        record = Record.unpack(message.body.get("record"))
         self._heed(channel, Term.read(message.body.get("term")))
-        await self.commits.commit(record)
+        await self.commits.commit(Record.unpack(message.body.get("record")))
         return Message(
             {
                 "step": self.server.parts.ledger.step,

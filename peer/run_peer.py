@@ -38,6 +38,7 @@ from swarm.net.records import leader_key, peers_key
 from swarm.terms import new_incarnation
 from swarm.wire.boundaries import BoundaryCodecs
 from swarm.wire.frames import no_tensors
+from swarm.words import clean
 
 log = logging.getLogger(__name__)
 ANNOUNCE_S = 20.0
@@ -48,6 +49,7 @@ SAY_EVERY_S = 60.0
 LINK_S = 2.0  # after so long at most the saved link names who has come
 BENCHMARK_S = 2.0  # for a first estimate of a stage's time on this device
 _KIND_CHARS = 15
+MAX_LINE_CHARS = 1000
 TROUBLE = ("lost the leader", "looking for the leader")  # phases of a Member that are retries
 
 
@@ -93,7 +95,7 @@ class Speaker:
 
     def _say(self, line: str) -> None:
         self._last = line
-        self._write(line)
+        self._write(clean(line, MAX_LINE_CHARS))  # some of it may be of another peer
 
 
 class PeerProcess:

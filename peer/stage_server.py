@@ -66,6 +66,10 @@ def no_probe(point: str, **facts: Any) -> None:
     """The default probe: nobody watches."""
 
 
+def _is_timing(value: object) -> bool:
+    return isinstance(value, list) and list(map(type, value)) == [float] * 3
+
+
 class StageServer:
     """Serves one stage with `state` on `compute`.
 
@@ -180,10 +184,12 @@ class StageServer:
             raise CallFailedError("refused", decision.reason, hop=call.hop)
         if decision.do is Do.RUN:
             self.parts.drop(part, call.index)
-            work = part.kept.works[call.index] = Work(call.index)
-            work.waited_s = loop.time() - arrived
-            work.forward = self.tasks.spawn(self._forward(part, work, call, tensors))
-        work = part.kept.works[call.index]
+            begun = part.kept.works[call.index] = Work(call.index)
+            begun.waited_s = loop.time() - arrived
+            begun.forward = self.tasks.spawn(self._forward(part, begun, call, tensors))
+        work = part.kept.works.get(call.index)
+        if work is None:  # counted, and its step is being committed
+            raise CallFailedError("refused", f"step {call.step} is being committed", hop=call.hop)
         return await self._serving.run(
             (peer, call.step, call.index),
             (call.term, call.try_),
@@ -339,7 +345,10 @@ class StageServer:
         except (TransportError, WireError, JoinError) as error:  # or it greets as of another run
             raise CallFailedError("unreachable", str(error), hop=onward.hop) from None
         except CallFailedError as error:  # nothing goes on but what the leader reads
-            raise CallFailedError(error.kind, error.message, hop=error.detail.get("hop")) from None
+            hop = error.detail.get("hop")
+            if type(hop) is not int or hop < onward.hop:  # none may accuse those before it
+                hop = onward.hop
+            raise CallFailedError(error.kind, error.message, hop=hop) from None
         self._check_answer(answer.body, onward)
         return answer, answer.tensors
 
@@ -347,8 +356,12 @@ class StageServer:
     def _check_answer(body: Mapping[str, Any], onward: MicrobatchCall) -> None:
         """Every hop vouches for what it passes on, so that nonsense is blamed on its author."""
         timings = body.get("timings")
-        lengths = isinstance(timings, list) and len(timings) == len(onward.route) - onward.hop
-        if not isinstance(body.get("loss"), float) or not lengths:
+        if (
+            not isinstance(body.get("loss"), float)
+            or not isinstance(timings, list)
+            or len(timings) != len(onward.route) - onward.hop
+            or not all(map(_is_timing, timings))
+        ):
             what = "an answer that makes no sense"
             raise CallFailedError("failed", what, hop=onward.hop)
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import msgpack
 
 from swarm.errors import WireError
+from swarm.wire.limits import check_msgpack
 
 OUTCOMES = ("applied", "skipped", "restored")
 MAX_COUNTER = 1 << 40  # a hostile counter beyond it is refused, so it cannot lock the run
@@ -152,6 +153,7 @@ class Record:
         """Raises WireError for anything that is not a record."""
         if not isinstance(data, bytes) or len(data) > 1 << 20:
             raise WireError("not a record")
+        check_msgpack(data)
         try:
             value: Any = msgpack.unpackb(data)
             if value["outcome"] not in OUTCOMES:

@@ -46,6 +46,7 @@ MAX_CALLS_IN_PROGRESS = 1024
 UNANSWERED = 2  # times as many calls that wait here: who is asked reads none, or answers none
 BULK_QUEUE_BYTES = 64 << 20
 MAX_INCARNATION_CHARS = 160
+MAX_HELLO_BYTES = 4096
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +88,9 @@ class Method:
 
 async def read_hello(stream: Stream) -> Header:
     """The first frame of a channel. Raises StreamClosedError, or WireError if it is no hello."""
-    frame = await read_frame(stream, no_tensors)
+    frame = await read_frame(
+        stream, no_tensors, max_header_bytes=MAX_HELLO_BYTES, max_payload_bytes=0
+    )
     if frame.header.get("kind") != "hello":
         raise WireError(f"{stream.peer} did not greet")
     return frame.header
@@ -172,7 +175,7 @@ class Channel:
             or incarnation.split("#")[0] != self.peer
         ):
             raise WireError(f"{self.peer} calls itself {str(incarnation)[:80]!r}")
-        self.remote = hello
+        self.remote = {"run": hello.get("run"), "incarnation": incarnation}
         self.last_heard = asyncio.get_running_loop().time()
 
     async def run(self) -> None:

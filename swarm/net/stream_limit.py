@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 
 log = logging.getLogger(__name__)
+SAY_EVERY_S = 60.0
 
 
 class StreamLimit:
@@ -26,6 +28,7 @@ class StreamLimit:
     ) -> None:
         self._what, self._of_one, self._of_all, self._known = what, of_one, of_all, known
         self.open: Counter[str] = Counter()  # by peer id
+        self._said_at = -SAY_EVERY_S
 
     @contextlib.contextmanager
     def one_more(self, peer: str) -> Iterator[bool]:
@@ -35,7 +38,9 @@ class StreamLimit:
             not self._known(peer) and self._of_strangers() >= self._of_all // 2
         )
         if full or self.open[peer] >= self._of_one:
-            level = logging.WARNING if full else logging.DEBUG
+            now, level = time.monotonic(), logging.DEBUG
+            if full and now - self._said_at >= SAY_EVERY_S:
+                self._said_at, level = now, logging.WARNING
             log.log(level, "refused a %s stream of %s: %d are open", self._what, peer[-8:], total)
             yield False
             return

@@ -11,9 +11,8 @@ here. The lengths come first because the end of a libp2p stream looks the same a
 after success. For the same reason there is no "clean end": a stream that ends, between frames or
 inside one, raises StreamClosedError, and a protocol that has an end says so in a message.
 
-Hostile bytes (DESIGN I8). Every length is compared with its limit before it is used. msgpack
-allocates what an array announces before it has read it, so the header is first walked without
-building anything: depth, number of items and announced lengths must be within bounds. Then the
+Hostile bytes (DESIGN I8). Every length is compared with its limit before it is used. The header is
+first walked without building anything (`swarm.wire.limits`). Then the
 tensors' descriptions are checked for themselves, then by the caller's `check`, and only then is
 memory allocated, tensor by tensor.
 """
@@ -42,6 +41,7 @@ from swarm.wire.codecs import (
     codec_for,
     decode,
 )
+from swarm.wire.limits import check_msgpack
 
 PROTOCOL_VERSION = 14
 FRAME_VERSION = 1
@@ -49,8 +49,6 @@ MAGIC = b"SWP"
 MAX_HEADER_BYTES = 1 << 20
 MAX_PAYLOAD_BYTES = 1 << 30
 MAX_TENSORS = 1024
-MAX_HEADER_DEPTH = 16
-MAX_HEADER_ITEMS = 1 << 16
 
 _PREFIX = struct.Struct("<3sBIQ")
 
@@ -176,7 +174,7 @@ def _describe(dtype: str, shape: tuple[int, ...], codec: str) -> str:
 
 
 def _parse_header(packed: bytes) -> tuple[dict[str, Any], tuple[TensorMeta, ...]]:
-    _walk(packed)
+    check_msgpack(packed)
     try:
         parsed = msgpack.unpackb(packed, strict_map_key=True, object_pairs_hook=_map)
     except (ValueError, TypeError, msgpack.UnpackException) as error:
@@ -202,60 +200,3 @@ def _parse_meta(item: object) -> TensorMeta:
                 check_meta(meta)
                 return meta
     raise WireError("tensor description is malformed")
-
-
-# (bytes of the length field, what it counts): s bytes follow, a items follow, m pairs follow
-_COUNTED = {
-    0xC4: (1, "s"), 0xC5: (2, "s"), 0xC6: (4, "s"),
-    0xD9: (1, "s"), 0xDA: (2, "s"), 0xDB: (4, "s"),
-    0xDC: (2, "a"), 0xDD: (4, "a"), 0xDE: (2, "m"), 0xDF: (4, "m"),
-}  # fmt: skip
-_FIXED = {
-    0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8,
-    0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8,
-}  # fmt: skip
-
-
-def _walk(packed: bytes) -> None:
-    """Raise WireError unless `packed` is one complete msgpack value within the limits.
-
-    Extension types (timestamps too) and the unused byte 0xC1 are refused.
-    """
-    at, num_items, open_items = 0, 0, [1]  # open_items: values still to come, per nesting level
-    while open_items:
-        if not open_items[-1]:
-            open_items.pop()
-            continue
-        open_items[-1] -= 1
-        num_items += 1
-        if at >= len(packed) or num_items > MAX_HEADER_ITEMS:
-            raise WireError("header is cut off or has too many items")
-        byte = packed[at]
-        at += 1
-        children = 0
-        if byte < 0x80 or byte >= 0xE0:
-            continue
-        if byte < 0x90:
-            children = 2 * (byte & 0x0F)
-        elif byte < 0xA0:
-            children = byte & 0x0F
-        elif byte < 0xC0:
-            at += byte & 0x1F
-        elif byte in _FIXED:
-            at += _FIXED[byte]
-        elif byte in _COUNTED:
-            width, kind = _COUNTED[byte]
-            count = int.from_bytes(packed[at : at + width], "big")
-            at += width
-            if kind == "s":
-                at += count
-            else:
-                children = count * (2 if kind == "m" else 1)
-        else:
-            raise WireError("header holds a type that is not allowed")
-        if children:
-            if children > len(packed) - at or len(open_items) >= MAX_HEADER_DEPTH:
-                raise WireError("header is cut off or nested too deep")
-            open_items.append(children)
-    if at != len(packed):
-        raise WireError("header is cut off or followed by other bytes")

@@ -751,6 +751,44 @@ def test_a_call_that_comes_to_nothing_is_issued_again(counts: bool, suspect: str
     assert total_s(swarm.results) < 100
 
 
+NONSENSE = {
+    "no hop": CallFailedError("failed", "lies"),
+    "the first": CallFailedError("failed", "lies", hop=0),
+    "no number": CallFailedError("failed", "lies", hop=[]),
+    "timings that are none": ["A" * 1_000_000] * 2,
+}
+
+
+@pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE)
+def test_who_answers_nonsense_accuses_nobody_before_it(
+    nonsense: CallFailedError | list[str],
+) -> None:
+    """Nor ends the run, as if the whole of their stage had failed."""
+    swarm = Swarm(plan=plan(6, 3))
+    seen, liar = swarm.on_probe, "r1.1"
+
+    def probe(who: str, point: str, facts: dict[str, Any]) -> None:
+        seen(who, point, facts)
+        if (who, point, facts.get("step")) != (liar, "committed", 0):
+            return
+        methods = swarm.members[who].links.methods
+        usual = methods["microbatch"]
+
+        async def handle(channel: Channel, message: Message) -> Message | None:
+            answer = await usual.handle(channel, message)
+            if isinstance(nonsense, CallFailedError):
+                raise nonsense
+            assert answer is not None
+            return Message({**answer.body, "timings": nonsense}, answer.tensors)
+
+        methods["microbatch"] = replace(usual, handle=handle)
+
+    swarm.on_probe = probe  # type: ignore[method-assign]
+    assert swarm.run(limit_s=1500)["sha256"] == baseline(3, 6)[0]
+    failed = [facts["suspect"] for _, _, point, facts in swarm.events if point == "failed"]
+    assert set(failed) == {f"{liar}#1"}
+
+
 # ---- gradients that are half added ---------------------------------------------------------------
 
 

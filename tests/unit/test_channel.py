@@ -363,6 +363,7 @@ def test_hostile_frames_end_their_channel_only(name: str) -> None:
         {"kind": "call", "run": RUN, "incarnation": "m#1"},
         {"kind": "hello", "run": "another", "incarnation": "m#1"},
         {"kind": "hello", "run": RUN, "incarnation": "m#\u20ac"},
+        {"kind": "hello", "run": RUN, "incarnation": "m#1", "more": "x" * 4096},
     ],
 )
 def test_a_hello_that_lies_opens_nothing(hello: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -82,10 +83,19 @@ def test_the_hash_does_not_depend_on_the_order_of_stages() -> None:
     assert turned.hash == RECORD.hash
 
 
+def nested(depth: int) -> list[Any]:
+    """Lists in lists: deeper than Python can turn into text."""
+    inner: list[Any] = []
+    for _ in range(depth):
+        inner = [inner]
+    return inner
+
+
 def test_records_that_contradict_themselves() -> None:
     fields = msgpack.unpackb(RECORD.pack())
     for change in (
         {"outcome": "maybe"},
+        {"predecessor": nested(900)},
         {"ballot": [list(TERM), -1, 0]},
         {"members": 3},
         {"members": [[math.inf, ["a"]]]},
