@@ -21,8 +21,11 @@ from peer.members import Traffic
 from peer.publish import Status
 from peer.training import StepResult
 from swarm.errors import JoinError, UnreachableError
+from swarm.net.link import format_link
 
-LINK = "swarm://anything"
+LINK = format_link(
+    "1" * 32, ["/ip4/127.0.0.1/tcp/9/p2p/12D3KooWG7BgmA4F1dgZzHfCDAramYf1PjfKyJwGTBUeDmrMy4hL"]
+)
 ANYTHING = st.recursive(
     st.none()
     | st.booleans()
