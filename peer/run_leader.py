@@ -142,6 +142,7 @@ class LeaderProcess:
                 self.identity, listen=listen, announce=announce, bootstrap=self._bootstrap
             )
             stack.push_async_callback(node.close)
+            node.directory.prefer(self.config.run_id, self.config.run.trainers)
             trainer = self._make_trainer(node, disk, dataset, saved, order)
             stack.push_async_callback(trainer.links.aclose)
             stack.push_async_callback(trainer.aclose)

@@ -250,6 +250,7 @@ class PeerProcess:
         self, node: Node, links: Links, config: RunConfig, pipeline: ModelPipeline, device: str
     ) -> None:
         run_id, trainers = config.run_id, config.run.trainers
+        node.directory.prefer(run_id, trainers)
         numerics = numerics_of(config, device)
         compute = WatchedCompute(self.open_device())
         self.say("measuring this device")

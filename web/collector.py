@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from swarm.config import MAX_CONFIG_BYTES, RunConfig, from_canonical
@@ -34,6 +34,8 @@ LONGEST_PAUSE_S = 15.0
 
 class Lookup(Protocol):
     """The part of a Directory that reads."""
+
+    def prefer(self, run_id: str, trainers: Iterable[str]) -> None: ...
 
     async def lookup(self, key: str) -> dict[str, dict[str, object]]: ...
 
@@ -63,6 +65,7 @@ class Collector:
         """Until cancelled. Raises JoinError when all whom the link names serve another run, or
         speak another version."""
         self._trainers = tuple((await self._config()).run.trainers)
+        self.directory.prefer(self.link.run_id, self._trainers)
         tasks = TaskSet()
         try:
             tasks.spawn(self._keep(self._read_directory, DIRECTORY_S), "directory")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -154,6 +155,7 @@ def test_forged_and_oversized_records_are_refused_by_those_who_store(tmp_path: P
                 (key, good, now + 60, victim.peer_id),  # in another's name
                 (other, good, now + 60, attacker.peer_id),  # under another key
                 (key, good[:-1] + bytes([good[-1] ^ 1]), now + 60, attacker.peer_id),
+                (key, good, math.nan, attacker.peer_id),  # would never expire
                 (key, bytes(1 << 20), now + 60, attacker.peer_id),
                 (key, b"\xc1", now + 60, attacker.peer_id),
             ):

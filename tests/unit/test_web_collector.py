@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,10 @@ class Records:
 
     def __init__(self) -> None:
         self.found: dict[str, dict[str, dict[str, object]]] = {}
+        self.preferred: tuple[str, list[str]] | None = None
+
+    def prefer(self, run_id: str, trainers: Iterable[str]) -> None:
+        self.preferred = (run_id, list(trainers))
 
     async def lookup(self, key: str) -> dict[str, dict[str, object]]:
         return self.found.get(key, {})
@@ -101,6 +106,7 @@ def test_only_trainers_are_believed_and_replicas_tell_of_themselves(tmp_path: Pa
         assert len(scene.asked) in range(15, 25), "once a second"
         assert scene.asked[0] == {"after": 0, "life": ""}
         assert scene.asked[1] == {"after": 3, "life": "ab12"}
+        assert scene.records.preferred == (scene.run_id, [scene.leader])
 
     run(main())
 
