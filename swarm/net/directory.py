@@ -6,7 +6,7 @@ DHT gets wrong is put right here, each found by measuring:
 - a store with an earlier expiry than the present one is refused, so a record with a far expiry
   would lock its owner out: life times are bounded, checked by the nodes that store, and ours grow;
 - a plain value hides all subkeys of its key: only signed records under their signer's subkey pass;
-- nothing bounds what strangers store with us: `_bounded_storage` does;
+- nothing bounds what strangers store with us, or cache: `RecordStore` does, in place of both;
 - a joiner that knows only a dead bootstrap fails: several are tried, and any one will do.
 The clocks of DHT nodes must agree within 3 s, which is said at the join.
 """
@@ -24,11 +24,14 @@ from swarm.errors import JoinError, UnreachableError, WireError
 from swarm.net.hivemind_quiet import import_hivemind
 from swarm.net.identity import Identity
 from swarm.net.link import group_by_peer
+from swarm.net.record_store import RecordStore
 from swarm.net.records import (
     CLOCK_SKEW_S,
     MAX_RECORD_BYTES,
     MAX_RECORDS_PER_KEY,
     MAX_TTL_S,
+    leader_key,
+    peers_key,
     seal,
     unseal,
 )
@@ -38,7 +41,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("swarm.net")
 
-MAX_STORED_KEYS = 10_000
 _GRACE_S = 60.0
 _VERIFIED_RECORDS = 4096
 _TIMEOUT_S = 10.0
@@ -50,6 +52,8 @@ class DhtDirectory:
     def __init__(self, transport: Libp2pTransport, identity: Identity, p2p: Any, node: Any) -> None:
         self._transport, self._identity = transport, identity
         self._p2p, self._node = p2p, node
+        self._store = RecordStore()
+        node.protocol.storage = node.protocol.cache = self._store
         self._expires: dict[str, float] = {}
         self._closed = False
 
@@ -77,9 +81,12 @@ class DhtDirectory:
         p2p = await P2P.replicate(Multiaddr(f"/unix{transport.daemon.control_path}"))
         try:
             node = await DHTNode.create(
-                p2p=p2p, record_validator=_validator(), client_mode=client_mode, cache_size=1000
+                p2p=p2p,
+                record_validator=_validator(),
+                client_mode=client_mode,
+                cache_on_store=False,  # what is stored here is in the cache: they are one
+                cache_refresh_before_expiry=0,  # lookups ask the others in any case
             )
-            node.protocol.storage = _bounded_storage()
             self = cls(transport, identity, p2p, node)
             others = [address for address in bootstrap if transport.peer_id not in address]
             if others:
@@ -138,6 +145,15 @@ class DhtDirectory:
         await self._node.find_nearest_nodes([self._node.node_id])
         return count
 
+    def prefer(self, run_id: str, trainers: Iterable[str]) -> None:
+        """Records of this run go before strangers', those of its trainers first, where there is
+        no room for all: in what is stored here, and in what a lookup finds."""
+        from hivemind.dht.routing import DHTID
+
+        keys = (leader_key(run_id), peers_key(run_id))
+        self._store.keys = frozenset(DHTID.generate(source=key) for key in keys)
+        self._store.trainers = frozenset(trainers)
+
     async def publish(self, key: str, value: Mapping[str, object], ttl_s: float) -> bool:
         """See Directory. A shorter life than the record already published has cannot be had."""
         now = time.time()
@@ -159,6 +175,7 @@ class DhtDirectory:
 
     async def lookup(self, key: str) -> dict[str, dict[str, object]]:
         """See Directory. At most `MAX_RECORDS_PER_KEY` records, by signer in order."""
+        trainers = self._store.trainers
         if self._closed:
             return {}
         try:
@@ -171,7 +188,8 @@ class DhtDirectory:
             return {}
         found: dict[str, dict[str, object]] = {}
         now = time.time()
-        for signer in sorted(name for name in result.value if isinstance(name, str)):
+        names = [name for name in result.value if isinstance(name, str)]
+        for signer in sorted(names, key=lambda name: (name not in trainers, name)):
             if len(found) >= MAX_RECORDS_PER_KEY:
                 break
             sealed = result.value[signer].value
@@ -181,15 +199,13 @@ class DhtDirectory:
                 continue
             if record.key == key:
                 found[signer] = record.value
-        return found
+        return dict(sorted(found.items()))
 
     async def close(self) -> None:
         """Leave the DHT. The transport stays open. Idempotent."""
         if self._closed:
             return
         self._closed = True
-        if self._node.cache_refresh_task is not None:
-            self._node.cache_refresh_task.cancel()
         if not self._transport.lost.is_set():
             try:
                 async with asyncio.timeout(2.0):
@@ -241,24 +257,3 @@ def _validator() -> Any:
             return True
 
     return SignedRecords()
-
-
-def _bounded_storage() -> Any:
-    """hivemind's storage, refusing more keys or subkeys than an honest swarm has."""
-    from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
-
-    class BoundedStorage(DHTLocalStorage):
-        def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
-            present = self.get(key)
-            if present is None:
-                if len(self) >= MAX_STORED_KEYS:
-                    return False
-            elif (
-                isinstance(present.value, DictionaryDHTValue)
-                and subkey not in present.value
-                and len(present.value) >= MAX_RECORDS_PER_KEY
-            ):
-                return False
-            return bool(super().store_subkey(key, subkey, value, expiration_time))
-
-    return BoundedStorage()

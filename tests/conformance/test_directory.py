@@ -7,15 +7,24 @@ import math
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import msgpack
 import pytest
 
 from swarm.errors import JoinError
+from swarm.net import record_store
 from swarm.net.directory import DhtDirectory
-from swarm.net.identity import claim_identity
+from swarm.net.identity import Identity, claim_identity, load_identity
 from swarm.net.libp2p import Libp2pTransport
-from swarm.net.records import MAX_RECORD_BYTES, MAX_TTL_S, seal
+from swarm.net.records import (
+    MAX_RECORD_BYTES,
+    MAX_RECORDS_PER_KEY,
+    MAX_TTL_S,
+    leader_key,
+    seal,
+)
 from swarm.net.transport import Directory
 from tests.conformance.networks import dht_directories, memory_directories
 
@@ -147,7 +156,6 @@ def test_forged_and_oversized_records_are_refused_by_those_who_store(tmp_path: P
 
             target, key = PeerID.from_base58(victim.peer_id), DHTID.generate(source="key")
             other = DHTID.generate(source="other")
-            import msgpack
 
             for key_id, value, expires, subkey in (
                 (key, b"plain value over all subkeys", far, None),
@@ -169,6 +177,134 @@ def test_forged_and_oversized_records_are_refused_by_those_who_store(tmp_path: P
                 attacker.peer_id: {"a": 1},
             }
             assert await honest.publish("key", {"true": 2}, 60.0)
+
+    asyncio.run(main())
+
+
+async def flood(
+    peers: list[Directory],
+    signers: list[Identity],
+    key: str,
+    value: dict[str, object],
+    cached: bool,
+) -> list[bool]:
+    """Have the second of these peers store a record of each signer with the first: its answers."""
+    from hivemind.dht.routing import DHTID
+    from hivemind.p2p import PeerID
+
+    there, here = peers[0], peers[1]
+    assert isinstance(there, DhtDirectory)
+    assert isinstance(here, DhtDirectory)
+    now = time.time()
+    answers = await here._node.protocol.call_store(
+        PeerID.from_base58(there._identity.peer_id),
+        [DHTID.generate(source=key)] * len(signers),
+        [msgpack.packb(seal(signer, key, value, now, now + MAX_TTL_S)) for signer in signers],
+        now + MAX_TTL_S,
+        [signer.peer_id for signer in signers],
+        in_cache=cached,
+    )
+    return list(answers)
+
+
+def strangers(folder: Path, count: int) -> list[Identity]:
+    return [load_identity(folder / f"stranger-{number}.key") for number in range(count)]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_strangers_are_bounded_in_signers_and_bytes(
+    cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with dht_directories(tmp_path)(2) as peers:
+            signers = strangers(tmp_path, MAX_RECORDS_PER_KEY + 1)
+            stored = await flood(peers, signers, "key", {}, cached)
+            assert stored == [True] * MAX_RECORDS_PER_KEY + [False]
+
+            assert isinstance(peers[0], DhtDirectory)
+            budget = peers[0]._store.stored_bytes + 20 * MAX_RECORD_BYTES
+            monkeypatch.setattr(record_store, "MAX_STORED_BYTES", budget)
+            large: dict[str, object] = {"x": bytes(MAX_RECORD_BYTES - 2048)}
+            taken: list[bool] = []
+            for number in range(4):
+                # Every other one goes the other way: the budget is of both together.
+                way = cached ^ bool(number % 2)
+                taken += await flood(peers, signers[:8], f"other{number}", large, way)
+            assert 20 <= sum(taken) <= 22, "of 32"
+
+    asyncio.run(main())
+
+
+def test_a_record_in_the_cache_hides_none_that_is_stored(tmp_path: Path) -> None:
+    """hivemind answers from whichever of its two stores has the later end."""
+
+    async def main() -> None:
+        async with dht_directories(tmp_path)(2) as peers:
+            honest, hostile = peers
+            assert isinstance(honest, DhtDirectory)
+            assert isinstance(hostile, DhtDirectory)
+            assert await honest.publish("key", {"true": 1}, 60.0)
+            (stranger,) = strangers(tmp_path, 1)
+            assert await flood(peers, [stranger], "key", {}, True) == [True]
+            from hivemind.dht.routing import DHTID
+            from hivemind.p2p import PeerID
+
+            key = DHTID.generate(source="key")
+            answer = await hostile._node.protocol.call_find(
+                PeerID.from_base58(honest._identity.peer_id), [key]
+            )
+            assert set(answer[key][0].value.data) == {honest._identity.peer_id, stranger.peer_id}
+
+    asyncio.run(main())
+
+
+def test_strangers_under_the_leaders_key_do_not_keep_trainers_out(tmp_path: Path) -> None:
+    run_id = "0" * 32
+    key = leader_key(run_id)
+
+    async def main() -> None:
+        async with dht_directories(tmp_path)(2) as peers:
+            signers = strangers(tmp_path, MAX_RECORDS_PER_KEY)
+            for cached in (False, True):
+                await flood(peers, signers, key, {}, cached)
+            trainer = peers[1]
+            assert isinstance(trainer, DhtDirectory)
+            me = trainer._identity.peer_id
+            for peer in peers:
+                assert isinstance(peer, DhtDirectory)
+                peer.prefer(run_id, [me])
+            assert await trainer.publish(key, {"addresses": []}, 60.0)
+            found = await peers[0].lookup(key)
+            assert me in found
+            assert len(found) == MAX_RECORDS_PER_KEY
+
+    asyncio.run(main())
+
+
+def test_a_lookup_that_is_cut_keeps_the_trainers(tmp_path: Path) -> None:
+    """Nodes answer with different strangers, and all of them come together in a lookup."""
+    run_id = "0" * 32
+    key = leader_key(run_id)
+    by_name = sorted(strangers(tmp_path, MAX_RECORDS_PER_KEY + 2), key=lambda each: each.peer_id)
+    now = time.time()
+    sealed = {
+        each.peer_id: SimpleNamespace(value=seal(each, key, {}, now, now + 60)) for each in by_name
+    }
+
+    async def get(asked: str, latest: bool) -> Any:
+        return SimpleNamespace(value=sealed)
+
+    async def main() -> None:
+        async with dht_directories(tmp_path)(1) as [directory]:
+            assert isinstance(directory, DhtDirectory)
+            directory._node.get = get
+            last = by_name[-1].peer_id
+            assert last not in await directory.lookup(key), "before a config nothing is known"
+            directory.prefer(run_id, [last])
+            found = await directory.lookup(key)
+            assert last in found
+            assert list(found) == sorted(found)
+            assert len(found) == MAX_RECORDS_PER_KEY
 
     asyncio.run(main())
 
