@@ -26,7 +26,7 @@ from peer.commits import Commits, Prepared
 from peer.gradients import GRADIENT_CHUNK
 from peer.stage_server import StageServer
 from swarm.compute import Kind
-from swarm.errors import RefusedError, WireError
+from swarm.errors import RefusedError, StageFailedError, WireError
 from swarm.model.layout import sha256_of
 from swarm.net.channel import CallFailedError, Channel, Message, Method
 from swarm.terms import Record
@@ -172,6 +172,8 @@ class Donor:
         self._readers: dict[str, _Reader] = {}
         self._sweep: asyncio.TimerHandle | None = None
         self._lock = asyncio.Lock()
+        # Of the newest state, and since when it is that one (`Parts.advanced`).
+        self._hashing: tuple[asyncio.Event, asyncio.Task[dict[str, str]]] | None = None
 
     def methods(self) -> dict[str, Method]:
         return {
@@ -318,15 +320,30 @@ class Donor:
 
     async def _hashes(self, channel: Channel, message: Message) -> Message:
         """sha256 of every parameter of the stage, and what it sent on."""
-        state = self.server.state
-        hashes = (await self.server.compute.run(Kind.BACKGROUND, state.tensor_hashes)).value
-        return Message(
-            {
-                "step": self.server.parts.ledger.step,
-                "hashes": hashes,
-                **self.server.counted_bytes(),
-            }
-        )
+        step = self.server.parts.ledger.step
+        hashes = await asyncio.shield(self._hashing_now())
+        return Message({"step": step, "hashes": hashes, **self.server.counted_bytes()})
+
+    def _hashing_now(self) -> asyncio.Task[dict[str, str]]:
+        """Once for each state, however many ask: anybody may, and all parameters are read."""
+        since = self.server.parts.advanced  # another object when the state is another
+        if self._hashing is None or self._hashing[0] is not since:
+            if self._hashing is not None:
+                self._hashing[1].cancel()
+            task = self.server.tasks.spawn(self._hash(since), "hash the state")
+            self._hashing = since, task
+        return self._hashing[1]
+
+    async def _hash(self, since: asyncio.Event) -> dict[str, str]:
+        compute, state = self.server.compute, self.server.state
+        try:
+            hashes = (await compute.run(Kind.BACKGROUND, state.tensor_hashes)).value
+        except StageFailedError:
+            self._hashing = None  # who asks next has it tried again
+            raise
+        if self.server.parts.advanced is not since:
+            raise RefusedError("the state became another meanwhile")
+        return hashes
 
     # ---- gradients ------------------------------------------------------------------------------
 

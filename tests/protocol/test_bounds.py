@@ -171,8 +171,8 @@ def test_no_limit_is_exceeded_under_load(monkeypatch: pytest.MonkeyPatch, tmp_pa
         "calls in progress": MAX_CALLS,
         "answers and orders that wait": MAX_CALLS + 4,
         "bytes that wait to be sent": BULK_BYTES + stage_bytes,  # and the last that found room
-        # Calls of the stranger, microbatches, copies that are hashed, and an update.
-        "tasks of a device": MAX_CALLS + SLOTS + COPIES + 1,
+        # All the stranger's calls share one; microbatches, copies that are hashed, and an update.
+        "tasks of a device": 1 + SLOTS + COPIES + 1,
         "kept bytes": KEPT_BYTES + SLOTS * BOUNDARY_BYTES,  # what is not counted yet stays
         "slots": SLOTS,
         "copies": COPIES,
@@ -182,8 +182,8 @@ def test_no_limit_is_exceeded_under_load(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert swarm.most.keys() == limits.keys()
     assert {what: seen for what, seen in swarm.most.items() if seen > limits[what]} == {}
     # They were pressed: without them there would have been more.
-    idle = {what: seen for what, seen in swarm.most.items() if 2 * seen <= limits[what]}
-    assert idle == {}, swarm.most
+    idle = {what for what, seen in swarm.most.items() if 2 * seen <= limits[what]}
+    assert idle <= {"tasks of a device"}, swarm.most  # these seldom wait all at one moment
     for what in ("events", "streams of one peer", "slots", "copies", "gradients kept"):
         assert swarm.most[what] == limits[what], (what, swarm.most)
     assert swarm.evictions()
