@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MAX_ADDRESS_CHARS, MAX_ADDRESSES_CHARS = 200, 1300  # of a member's address, of all it has
+MAX_NOTED = 8  # donors of wrong bytes in one `ready`
 MAX_TAKES = 3  # of the same member within one wait
 HOLD_EVERY = 10  # steps; one of so many may wait for a joiner
 ODD = "this machine's optimizer steps round differently from the run's others"
@@ -137,8 +138,7 @@ class Admission:
         member.step = count(message.body.get("step"))
         member.slots = slots  # as many as fit beside its stage, which it did not know at `join`
         noted = message.body.get("noted")
-        for donor in names(noted if isinstance(noted, list) else [])[:8]:
-            leader.probe("bad_chunk", replica=donor, by=member.incarnation)
+        self._note_donors(member, names(noted if isinstance(noted, list) else [])[:MAX_NOTED])
         # One that collects each gradient as it is committed may be one commit behind: it is told.
         member.following = message.body.get("following") is True
         if member.facts is None:
@@ -154,6 +154,16 @@ class Admission:
                 member.fetch_s = asyncio.get_running_loop().time() - member.joined_at
             leader.wake.set()
         return Message({"ready": ready, **self._position(member)})
+
+    def _note_donors(self, member: Member, donors: Sequence[str]) -> None:
+        """Of whom a member can have had wrong bytes, once each: anybody may say so of anybody, and
+        the events are the newest so many."""
+        for donor in donors:
+            other = self.leader.members.get(donor)
+            gives = other is not None and other.stage == member.stage and other is not member
+            if (gives or donor == self.leader.links.incarnation) and donor not in member.noted:
+                member.noted.add(donor)
+                self.leader.probe("bad_chunk", replica=donor, by=member.incarnation)
 
     async def _leave(self, channel: Channel, message: Message) -> Message:
         """The replica wants to go: `finish` follows the step's commit, and it has no part in the
@@ -175,8 +185,9 @@ class Admission:
         within_s = message.body.get("within_s")
         if isinstance(within_s, float) and 0 <= within_s < math.inf:
             member.leave_by = asyncio.get_running_loop().time() + within_s
-        member.leaving = True
-        leader.probe("leaving", replica=member.incarnation)
+        if not member.leaving:
+            member.leaving = True
+            leader.probe("leaving", replica=member.incarnation)
         reason = "this step's commit" if spared else f"another replica of stage {member.stage}"
         return Message({"now": False, "reason": reason})
 

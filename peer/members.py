@@ -100,6 +100,7 @@ class Member:
     differed: int = 0  # times that its state or averaged gradient was wrong, as most twins say
     failures: int = 0  # resets that raised there
     following: bool = False  # it collects what is committed, and may be one commit behind
+    noted: set[str] = field(default_factory=set)  # donors that it had wrong bytes from, it says
     passed_over: bool = False  # averaging began before it could be taken in
     reason: str = ""
     offer: Offer = field(default_factory=Offer)

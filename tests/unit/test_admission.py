@@ -131,3 +131,54 @@ def test_after_the_last_step_whoever_can_be_spared_goes_at_once() -> None:
         await leader.aclose()
 
     run(main(), limit_s=100)
+
+
+class Heard:
+    """A leader with two members of stage 0 and one of stage 1, and the events it emits."""
+
+    def __init__(self) -> None:
+        self.leader = a_leader()
+        self.events: list[tuple[str, str]] = []
+        self.leader.probe = lambda point, **facts: self.events.append((point, facts["replica"]))
+        self.channels: list[Any] = []
+
+    async def come(self) -> None:
+        for number, stage in enumerate((0, 0, 1)):
+            peer = peer_id(number)
+            self.channels.append(SimpleNamespace(peer=peer, incarnation=f"{peer}#1"))
+            await self.says(number, "join", {"stage": stage, "addresses": []})
+        self.events.clear()
+
+    async def says(self, number: int, method: str, body: dict[str, Any]) -> None:
+        methods = self.leader.admission.methods()
+        await methods[method].handle(self.channels[number], Message(body))
+
+
+def test_who_asks_to_leave_again_and_again_is_one_event() -> None:
+    async def main() -> None:
+        heard = Heard()
+        await heard.come()
+        heard.leader.members.by_name[heard.channels[0].incarnation].standing = Standing.SERVING
+        for _ in range(100):
+            await heard.says(0, "leave", {"within_s": 1.0})
+        assert heard.events == [("leaving", heard.channels[0].incarnation)]
+        await heard.leader.aclose()
+
+    run(main(), limit_s=100)
+
+
+def test_only_whoever_can_have_given_wrong_bytes_is_accused_of_it_and_once() -> None:
+    async def main() -> None:
+        heard = Heard()
+        await heard.come()
+        me, twin, other = (each.incarnation for each in heard.channels)
+        made_up = [f"{peer_id(9)}#{number}" for number in range(4)]
+        noted = [*made_up, me, other, twin, heard.leader.links.incarnation]
+        for _ in range(100):
+            await heard.says(0, "ready", {"step": 0, "noted": noted})
+        assert heard.events == [("bad_chunk", twin), ("bad_chunk", f"{LEADER}#1")]
+        await heard.says(1, "ready", {"step": 0, "noted": [me, me]})
+        assert heard.events[2:] == [("bad_chunk", me)]
+        await heard.leader.aclose()
+
+    run(main(), limit_s=100)
