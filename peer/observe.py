@@ -2,9 +2,9 @@
 
 One method, `observe`, that only reads. A stranger may call it, so it must cost the run nothing: the
 leader answers with the status it has built anyway (`peer.publish`), with what is new in a bounded
-ring of events, and with a few of the last microbatches; who asks too often is refused. A replica
-answers how its time was spent, which it samples ten times a second; nothing is measured for it in
-the path of a microbatch.
+ring of events, and with a few of the last microbatches; who asks too often is refused. So it is
+with `status`, for who wants nothing else. A replica answers how its time was spent, which it
+samples ten times a second; nothing is measured for it in the path of a microbatch.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Observations:
         self._samples: deque[dict[str, Any]] = deque(maxlen=NUM_SAMPLES)
         self._issued: dict[tuple[int, int], float] = {}  # by step and index
         self._sampled_at = 0.0
-        self._allowance = Allowance()
+        self._allowance, self._status_allowance = Allowance(), Allowance()
 
     def event(self, line: Mapping[str, Any]) -> None:
         """Something happened; `line` is as readers of `events.jsonl` see it."""
@@ -120,6 +120,11 @@ class Observations:
         """`observe`: `life`, `status`, the `events` after `after` (of this life), `samples`."""
         self._allowance.take(channel.peer)
         return Message(self.body(message.body))
+
+    async def answer_status(self, channel: Channel, message: Message) -> Message:
+        """`status`: the whole of it."""
+        self._status_allowance.take(channel.peer)
+        return Message(dict(self._status()))
 
     def body(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """The answer to a question, whatever that holds."""

@@ -207,7 +207,7 @@ class LeaderProcess:
             new_incarnation(me),
             {
                 "config": Method(self._give_config, no_tensors),
-                "status": Method(self._give_status, no_tensors),
+                "status": Method(self.observations.answer_status, no_tensors),
                 "observe": Method(self.observations.answer, no_tensors),
             },
             on_close=lambda channel: trainer.on_channel_closed(channel),
@@ -473,9 +473,6 @@ class LeaderProcess:
         self.events.flush()
         self._shown = self.status.as_dict()
         write_status(self.run_dir / "status.json", self._shown)
-
-    async def _give_status(self, channel: Channel, message: Message) -> Message:
-        return Message(self.status.as_dict())
 
     async def _give_config(self, channel: Channel, message: Message) -> Message:
         return Message({"config": canonical_bytes(self.config)})

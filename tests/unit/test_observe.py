@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from typing import Any, cast
+
 import msgpack
 import pytest
 
@@ -19,6 +23,7 @@ from peer.observe import (
     activity_of,
 )
 from swarm.errors import RefusedError
+from swarm.net.channel import Message
 from swarm.wire.frames import encode_frame
 
 
@@ -99,6 +104,27 @@ def test_who_asks_too_often_is_refused_and_so_are_too_many() -> None:
     assert 0 < answered <= ANSWERS_PER_S
     now[0] += 1.0
     allowance.take("a")
+
+
+def test_the_status_is_for_whoever_asks_now_and_then() -> None:
+    """And for who has just asked to observe."""
+
+    async def main() -> None:
+        shown = observations(state="training")
+        channel: Any = SimpleNamespace(peer="a")
+        await shown.answer(channel, Message({}))
+        assert (await shown.answer_status(channel, Message({}))).body == {"state": "training"}
+        with pytest.raises(RefusedError, match="too often"):
+            await shown.answer_status(channel, Message({}))
+        others = [SimpleNamespace(peer=f"stranger {number}") for number in range(1000)]
+        answers = await asyncio.gather(
+            *(shown.answer_status(cast(Any, other), Message({})) for other in others),
+            return_exceptions=True,
+        )
+        answered = [each for each in answers if isinstance(each, Message)]
+        assert 0 < len(answered) <= 2 * ANSWERS_PER_S
+
+    asyncio.run(main())
 
 
 def _is_answered(allowance: Allowance, asker: str) -> bool:
