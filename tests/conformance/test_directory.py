@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import time
 from collections.abc import Callable, Coroutine
@@ -318,6 +319,7 @@ def test_clock_that_is_off_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
             answer = protocol.DHTProtocol.rpc_ping
 
+            @functools.wraps(answer)  # hivemind reads what it takes and gives from its annotations
             async def from_the_past(self: Any, request: Any, context: Any) -> Any:
                 response = await answer(self, request, context)
                 response.dht_time -= 60
