@@ -1,10 +1,11 @@
 """A snapshot on its way here, from as many donors as describe the same bytes.
 
 Every chunk is checked against the sha256 in the description before it counts. A chunk that is wrong
-costs its donor the trust of the reader, and is fetched elsewhere; the chunks a donor owed when it
-was lost are fetched from the others. What was verified stays: a `Download` whose donors are all
-gone goes on with others that describe the same bytes. Fast donors give more, since each takes the
-next chunk when it has delivered one, and the last ones are fetched twice rather than waited for.
+costs its donor the trust of the reader, and is fetched elsewhere; the chunks that a donor owed when
+it was lost, or gave nothing for minutes, are fetched from the others. What was verified stays: a
+`Download` whose donors are all gone goes on with others that describe the same bytes. Fast donors
+give more, since each takes the next chunk when it has delivered one, and the last ones are fetched
+twice rather than waited for.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ from swarm.wire.frames import check_tensors
 
 log = logging.getLogger(__name__)
 WINDOW = 3  # chunks under way from one donor: 12 MiB
+# Without a chunk from a donor that owes some. At 5 Mbit/s one takes 7 s; other readers, and the
+# gradients that are collected meanwhile, may make it forty times as long.
+CHUNK_S = 300.0
 SLICE = 1 << 18  # bytes hashed on the loop at a time: less than half a millisecond
 
 Digest = Callable[[Tensor], Awaitable[bytes]]
@@ -55,6 +59,8 @@ class Download:
         self._under_way: dict[int, list[str]] = {}  # chunk -> the donors asked
         self._changed = asyncio.Event()
         self._out: dict[str, None] = {}  # donors not asked any more in this run
+        self.late: set[str] = set()  # those of them that gave nothing for too long
+        self._limits: dict[str, set[asyncio.Timeout]] = {}  # donor -> of what is under way from it
         self.fetched: dict[str, int] = {}  # chunks by donor
         self._tensors = {
             name: torch.empty(size, dtype=torch.float32) for name, size in described.sizes
@@ -95,6 +101,7 @@ class Download:
         was verified stays, and it may be called again.
         """
         self._out.clear()
+        self.late.clear()
         self._under_way.clear()
         self._missing = [i for i, here in enumerate(self._verified) if not here][::-1]
 
@@ -106,7 +113,7 @@ class Download:
                     await self._changed.wait()
                     continue
                 try:
-                    part = await self._fetch(channel, index, since)
+                    part = await self._in_time(name, self._fetch(channel, index, since))
                     right = self._verified[index] or await digest(part) == self._digest(index)
                 except SwarmError as error:
                     log.debug("no chunk from %s: %s", name[-8:], error)
@@ -138,6 +145,22 @@ class Download:
             await asyncio.gather(*workers, return_exceptions=True)
         if self._left:
             raise RefusedError(f"no donor is left, {self.share:.0%} of the state is here")
+
+    async def _in_time(self, name: str, fetch: Awaitable[Tensor]) -> Tensor:
+        """A chunk from this donor. Raises RefusedError when none comes from it for too long."""
+        limits, limit = self._limits.setdefault(name, set()), asyncio.timeout(CHUNK_S)
+        try:
+            async with limit:
+                limits.add(limit)
+                part = await fetch
+        except TimeoutError:
+            self.late.add(name)
+            _allow(limits, 0.0)  # what else it owes is to be fetched elsewhere, too
+            raise RefusedError(f"no chunk within {CHUNK_S:.0f} s") from None
+        finally:
+            limits.discard(limit)
+        _allow(limits, CHUNK_S)  # the others wait behind it, on one line
+        return part
 
     def _next(self, name: str) -> int | None:
         if self._missing:
@@ -189,6 +212,14 @@ class Download:
             body["since"] = since()
         answer = await channel.call("chunk", body, check_reply=check)
         return decode(answer.tensors[0])
+
+
+def _allow(limits: set[asyncio.Timeout], seconds: float) -> None:
+    """Let those last for so long from now on."""
+    until = asyncio.get_running_loop().time() + seconds
+    for limit in limits:
+        if not limit.expired():
+            limit.reschedule(until)
 
 
 async def download(
