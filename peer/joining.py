@@ -17,8 +17,9 @@ import asyncio
 import logging
 import math
 import random
+import statistics
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -45,7 +46,7 @@ NOTED_S = 600.0  # a donor that gave wrong bytes is left alone for so long
 STARVED_S = 20.0  # without a chunk, while gradients come: that is said
 SAY_AGAIN_S = 60.0
 ANSWER_S = 600.0  # for a donor to copy and hash its state
-OTHERS_S = 60.0  # for the other donors, once one has
+OTHERS_S = 60.0  # for the other donors, once one has, or has said no
 NEWS_S = 30.0  # without a gradient that the leader says is committed: look around anew
 
 
@@ -70,6 +71,7 @@ class CatchUp:
         self.download: Download | None = None
         self.noted: dict[str, float] = {}  # peer id of a donor -> until when it is left alone
         self.to_tell: list[str] = []  # donors noted since the leader was told
+        self._aside: set[str] = set()  # donors that kept this join waiting: asked after the others
         self.updates = Following(
             server, self.tasks, trusted=self._trusts, blame=self._blame, arrived=self._say_starved
         )
@@ -160,6 +162,7 @@ class CatchUp:
     def arrived(self, step: int) -> None:
         """The leader agrees that this is the state of its `step`, or will be at once."""
         self._snapshots = self._told_behind = self._most_behind = 0
+        self._aside.clear()
         if self.server.parts.ledger.step < step:
             self.tasks.spawn(self._replay(step), "last commit")
 
@@ -212,7 +215,7 @@ class CatchUp:
         question only when there are no others."""
         trusted = [name for name in donors if self._trusts(name)]
         names = self.random.sample(trusted or list(donors), len(trusted or donors))
-        opened = await _gather({name: self.links.channel(name) for name in names})
+        opened, _ = await _gather({name: self.links.channel(name) for name in names})
         return {name: channel for name, channel in opened.items() if channel.ended is None}
 
     def _trusts(self, donor: str) -> bool:
@@ -228,10 +231,37 @@ class CatchUp:
         log.warning("a wrong %s from %s", what, donor[-8:])
 
     async def _describe(self, channels: Mapping[str, Channel]) -> tuple[Description, list[str]]:
-        """One step, and the donors that describe its state with the same digests."""
+        """One step, and the donors that describe its state with the same digests.
+
+        Who keeps the others waiting is put aside, and asked again, with patience, only when they
+        have no copy to give: an honest donor may need minutes for a big state.
+        """
+        aside = {name: c for name, c in channels.items() if name in self._aside}
+        prompt = {name: c for name, c in channels.items() if name not in aside}
+        for donors, patient in ((prompt, False), (aside, True)):
+            while donors:
+                described, owing = await self._described_by(donors, patient=patient)
+                self._aside |= owing
+                if not patient and owing != set(donors):  # nobody hurries who is alone
+                    aside.update({name: donors[name] for name in owing})
+                if described is not None:
+                    self._aside -= set(described[1])
+                    return described
+                if not owing:
+                    break
+                # The steps have gone on while they were waited for: look around anew.
+                donors = {name: c for name, c in donors.items() if name not in owing}
+        raise RefusedError("no donor gives a copy of its state")
+
+    async def _described_by(
+        self, channels: Mapping[str, Channel], *, patient: bool
+    ) -> tuple[tuple[Description, list[str]] | None, set[str]]:
+        """As `_describe`, or None; and who gave no answer, or not what it had offered."""
         ask = {"offer": True, "anew": self.download is None}
-        answers = await _gather({n: c.call("snapshot", ask) for n, c in channels.items()})
-        offers, held = dict[str, int](), Counter[int]()
+        answers, owing = await _gather(
+            {n: c.call("snapshot", ask) for n, c in channels.items()}, patient=patient
+        )
+        offers, held = dict[str, int](), dict[str, set[int]]()
         for name, answer in answers.items():
             copies = answer.body.get("copies")
             try:
@@ -239,26 +269,20 @@ class CatchUp:
                 copied = [count(each) for each in (copies if isinstance(copies, list) else [])[:64]]
             except WireError:
                 self._blame(name, "offer")
+                owing.add(name)
                 continue
             offers[name] = step
-            held.update(copied)
-        steps = list(offers.values())
-        if not steps:
-            raise RefusedError("no donor answers")
-        now, wanted = max(steps), []
-        if self.download is not None and held[self.download.described.step]:
-            wanted.append(self.download.described.step)
-        most = sorted(held, key=lambda each: (-held[each], -each))
-        wanted += [each for each in most if now - each <= REUSE_STEPS]
-        wanted += [Counter(steps).most_common(1)[0][0], now + 1]  # now; or, if that is over, soon
-        wanted += [each for each in most if now - each > REUSE_STEPS]  # no room for another copy
+            held[name] = {each for each in copied if each <= step}  # none has one of what is ahead
+        if not offers:
+            return None, owing
         expected = {name: each.numel() for name, each in self.server.state.tensors().items()}
-        for step in dict.fromkeys(wanted):
+        for step in self._steps(list(offers.values()), held.values()):
             if self.download is None or self.download.described.step != step:
                 self._drop()
             self.updates.begin(channels, None, step)  # from now on: describing takes a while
-            answers = await _gather(
-                {name: channels[name].call("snapshot", {"step": step}) for name in offers}
+            answers, silent = await _gather(
+                {name: channels[name].call("snapshot", {"step": step}) for name in offers},
+                patient=patient,
             )
             groups: dict[Description, list[str]] = {}
             for name, answer in answers.items():
@@ -270,9 +294,29 @@ class CatchUp:
                     continue
                 if described.step == step:
                     groups.setdefault(described, []).append(name)
+            owing |= silent
             if groups:
-                return max(groups.items(), key=lambda each: len(each[1]))
-        raise RefusedError("no donor could hold a copy of its state")
+                return max(groups.items(), key=lambda each: len(each[1])), owing
+            owing |= {name for name in offers if step in held[name]}
+            if owing:
+                break
+        return None, owing
+
+    def _steps(self, at: Sequence[int], held: Collection[Collection[int]]) -> list[int]:
+        """Which steps to ask for, the best first: donors are `at` these, and hold these copies."""
+        # What the leader said may be hours old by now. Half of the donors are here or beyond, so
+        # that fewer liars cannot say where the run is; what is beyond comes last.
+        now, wanted = statistics.median_low(at), []
+        counted = Counter(each for copies in held for each in copies)
+        most = sorted(counted, key=lambda each: (-counted[each], -each))
+        if self.download is not None and counted[self.download.described.step]:
+            wanted.append(self.download.described.step)
+        wanted += [each for each in most if 0 <= now - each <= REUSE_STEPS]
+        usual = Counter(each for each in at if each <= now).most_common(1)[0][0]
+        wanted += [usual, now + 1]  # now; or, if that is over, soon
+        wanted += [each for each in most if now - each > REUSE_STEPS]  # no room for another copy
+        wanted += [each for each in most if each > now]
+        return list(dict.fromkeys([*wanted, max(at) + 1]))
 
     # ---- the snapshot ---------------------------------------------------------------------------
 
@@ -310,6 +354,7 @@ class CatchUp:
         finally:
             fetching.cancel()
             await asyncio.gather(fetching, return_exceptions=True)
+            self._aside |= download.late
         self.download = None
         self._snapshots += 1
         await self._load(download.snapshot(), names)
@@ -404,11 +449,14 @@ class CatchUp:
                 self.say(f"catching up, {steps} steps behind")
 
 
-async def _gather(calls: Mapping[str, Coroutine[Any, Any, Any]]) -> dict[str, Any]:
-    """What those answered that did, in the order of `calls`.
+async def _gather(
+    calls: Mapping[str, Coroutine[Any, Any, Any]], *, patient: bool = False
+) -> tuple[dict[str, Any], set[str]]:
+    """What those answered that did, in the order of `calls`, and who did not answer at all.
 
-    Once one has, the others have a while; and nobody is waited for for ever: the device of one may
-    hang while its process answers pings.
+    Once one has, or refuses (who is `patient` lets refusals hurry nobody), the others have a
+    while; and nobody is waited for for ever: the device of one may hang while its process answers
+    pings.
     """
     asked = {name: asyncio.ensure_future(call) for name, call in calls.items()}
     pending, wait_s = set(asked.values()), ANSWER_S
@@ -419,24 +467,24 @@ async def _gather(calls: Mapping[str, Coroutine[Any, Any, Any]]) -> dict[str, An
             )
             if not ended:
                 break
-            if any(not t.cancelled() and t.exception() is None for t in ended):
-                # Who refuses hurries nobody.
+            if not patient or any(not t.cancelled() and t.exception() is None for t in ended):
                 wait_s = OTHERS_S
     finally:
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
-    found = {}
+    found, silent = {}, set[str]()
     for name, task in asked.items():
         if task.cancelled():
             log.debug("%s: no answer", name[-8:])
+            silent.add(name)
         elif (error := task.exception()) is None:
             found[name] = task.result()
         elif isinstance(error, SwarmError):
             log.debug("%s: %s", name[-8:], error)
         else:
             raise error
-    return found
+    return found, silent
 
 
 async def _release(channel: Channel) -> None:

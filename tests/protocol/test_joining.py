@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from peer import admission, gradients, joining, snapshots
+from peer import admission, downloads, gradients, joining, snapshots
 from peer.disk import MemoryDisk
 from peer.downloads import WINDOW
 from peer.following import FOLLOW_WINDOW
@@ -44,7 +44,7 @@ NUM_PARAMETERS = 80  # of stage 1; its optimizer has two numbers for each
 
 
 class Joining(Swarm):
-    """A swarm that `JOINER` (and others) join while step 1 is committed."""
+    """A swarm that `JOINER` (and others) join while step `come_at` is committed."""
 
     def __init__(
         self,
@@ -55,8 +55,9 @@ class Joining(Swarm):
         rate_bps: float = 120e3,
         faults: tuple[Fault, ...] = (),
         seed: int = 0,
+        come_at: int = 1,
     ) -> None:
-        start = [Fault("record", "start", step=1, victim=name, stage=1) for name in joiners]
+        start = [Fault("record", "start", step=come_at, victim=name, stage=1) for name in joiners]
         super().__init__(
             replicas=replicas, faults=[*start, *faults], plan=plan(4, num_steps), seed=seed
         )
@@ -168,6 +169,110 @@ def test_one_bad_donor_keeps_nobody_out(
 
     swarm.on_probe = probe  # type: ignore[method-assign]
     swarm.finish()
+
+
+def answer_for(
+    liar: str, method: str, answer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`answer(donor, honest, body)` is what donors called `liar` give instead of `honest()`."""
+    honest = getattr(Donor, method)
+
+    async def handle(donor: Donor, channel: Channel, message: Message) -> Message:
+        async def usual() -> Message:
+            return await honest(donor, channel, message)
+
+        if donor.server.links.incarnation.startswith(liar) and "release" not in message.body:
+            return await answer(donor, usual, message.body)
+        return await usual()
+
+    monkeypatch.setattr(Donor, method, handle)
+
+
+def offering(at: int, first: int, last: int) -> Callable[..., Any]:
+    """As if it were so many steps ahead, with copies of steps from there on; it gives none."""
+
+    async def answer(donor: Donor, honest: Any, body: dict[str, Any]) -> Message:
+        step = donor.server.parts.ledger.step + at
+        if body.get("offer") is True:
+            return Message({"step": step, "copies": [step + i for i in range(first, last)]})
+        return await never()
+
+    return answer
+
+
+async def refusing(donor: Donor, honest: Any, body: dict[str, Any]) -> Message:
+    """It offers all steps that were, and says no to each when the next is over."""
+    step = donor.server.parts.ledger.step
+    if body.get("offer") is True:
+        return Message({"step": step, "copies": list(range(step))})
+    await asyncio.sleep(0.4)
+    raise CallFailedError("refused", "no")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [offering(0, 1000, 1064), offering(1000, 0, 64), offering(1000, -64, 1), refusing],
+    ids=["of steps to come", "far ahead", "of steps up to there", "and says no in the end"],
+)
+@pytest.mark.parametrize("donors", [2, 3])
+def test_who_offers_copies_that_it_does_not_give_is_waited_for_once(
+    donors: int, answer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joining, "OTHERS_S", 0.6)
+    monkeypatch.setattr(snapshots, "WAIT_S", 0.3)
+    answer_for("r1.0", "_snapshot", answer, monkeypatch)
+    swarm = Joining(50, replicas=(2, donors, 2), rate_bps=1e6, come_at=12)
+    swarm.finish()
+    joined, loaded = swarm.at("joined", JOINER)[0][0], swarm.at("committed", JOINER)[0][0]
+    assert loaded - joined < 3.5
+
+
+def test_a_donor_that_needs_long_is_asked_again_when_the_others_give_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All copies of one are being read, and it says so at once; the other has a big state."""
+    monkeypatch.setattr(joining, "OTHERS_S", 0.2)
+    monkeypatch.setattr(snapshots, "WAIT_S", 0.1)
+
+    async def full(donor: Donor, honest: Any, body: dict[str, Any]) -> Message:
+        if body.get("offer") is True:
+            return Message({"step": donor.server.parts.ledger.step, "copies": []})
+        raise CallFailedError("refused", "all copies here are being read")
+
+    async def slow(donor: Donor, honest: Any, body: dict[str, Any]) -> Message:
+        described: Message = await honest()
+        if body.get("offer") is not True:
+            await asyncio.sleep(1.0)
+        return described
+
+    answer_for("r1.0", "_snapshot", full, monkeypatch)
+    answer_for("r1.1", "_snapshot", slow, monkeypatch)
+    Joining(60, rate_bps=1e6).finish()
+
+
+def test_donors_that_describe_what_they_do_not_give_are_asked_after_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two agree on a state that is not the third's, and then give no chunk of it."""
+    monkeypatch.setattr(downloads, "CHUNK_S", 1.0)
+    monkeypatch.setattr(snapshots, "WAIT_S", 0.3)
+
+    async def described(donor: Donor, honest: Any, body: dict[str, Any]) -> Message:
+        told: Message = await honest()
+        if body.get("offer") is True:
+            return told
+        return Message({**told.body, "digests": bytes(len(told.body["digests"]))})
+
+    async def none(*_: Any) -> Message:
+        return await never()
+
+    for liar in ("r1.0", "r1.1"):
+        answer_for(liar, "_snapshot", described, monkeypatch)
+        answer_for(liar, "_chunk", none, monkeypatch)
+    swarm = Joining(60, replicas=(2, 3, 2), rate_bps=1e6)
+    swarm.finish()
+    told = [line for _, line in swarm.said if line.startswith("cannot serve yet: no donor is left")]
+    assert len(told) == 1, swarm.said
 
 
 def note_questions(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
