@@ -326,9 +326,10 @@ def test_clock_that_is_off_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPat
                 return response
 
             monkeypatch.setattr(protocol.DHTProtocol, "rpc_ping", from_the_past)
-            await DhtDirectory.create(transports[0], identities[0])
+            directory = await DhtDirectory.create(transports[0], identities[0])
             with pytest.raises(JoinError, match="clock"):
                 await DhtDirectory.create(transports[1], identities[1], transports[0].addresses)
+            await directory.close()  # until here it is held, or it would not answer for long
         finally:
             for transport in transports:
                 await transport.close()
