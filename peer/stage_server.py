@@ -346,8 +346,8 @@ class StageServer:
             raise CallFailedError("unreachable", str(error), hop=onward.hop) from None
         except CallFailedError as error:  # nothing goes on but what the leader reads
             hop = error.detail.get("hop")
-            if type(hop) is not int or hop < onward.hop:  # none may accuse those before it
-                hop = onward.hop
+            if type(hop) is not int or not onward.hop <= hop < len(onward.route):
+                hop = onward.hop  # none may accuse those before it
             raise CallFailedError(error.kind, error.message, hop=hop) from None
         self._check_answer(answer.body, onward)
         return answer, answer.tensors

@@ -757,6 +757,7 @@ def test_a_call_that_comes_to_nothing_is_issued_again(counts: bool, suspect: str
 NONSENSE = {
     "no hop": CallFailedError("failed", "lies"),
     "the first": CallFailedError("failed", "lies", hop=0),
+    "beyond the last": CallFailedError("failed", "lies", hop=99),
     "no number": CallFailedError("failed", "lies", hop=[]),
     "timings that are none": ["A" * 1_000_000] * 2,
 }
