@@ -64,14 +64,18 @@ class Rosters:
 
     async def _tell(self, member: Member) -> None:
         """Until it has been told as much as others in the round under way."""
+        links, tried = self._leader.links, None
         try:
             while member.told < self._begun:
-                channel = self._leader.links.open_channel(member.incarnation)
-                if channel is None:
+                channel = links.open_channel(member.incarnation)
+                if channel is None or channel is tried:
                     return
-                member.told = self._newest
-                await channel.call("roster", {"roster": self._leader.members.roster()})
-        except SwarmError as error:
-            log.debug("roster to %s: %s", member.incarnation[-8:], error)
+                newest = self._newest
+                try:
+                    await channel.call("roster", {"roster": self._leader.members.roster()})
+                    member.told = newest
+                except SwarmError as error:  # it may have come back over another channel by now
+                    log.debug("roster to %s: %s", member.incarnation[-8:], error)
+                    tried = channel
         finally:
             self._telling.discard(member.incarnation)

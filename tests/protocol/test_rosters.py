@@ -14,6 +14,7 @@ from peer.leader import Leader
 from peer.member import Member as Replica
 from peer.members import MAX_MEMBERS, Member, Members
 from peer.rosters import Rosters
+from swarm.errors import StreamClosedError, SwarmError
 from swarm.net.channel import Channel, Message, Method
 from swarm.net.links import Links
 from swarm.sim.virtual_time import run
@@ -101,11 +102,14 @@ class Told:
     def __init__(self) -> None:
         self.came: list[tuple[float, int]] = []
         self.open = asyncio.Event()
+        self.error: SwarmError | None = None
 
     async def call(self, method: str, body: dict[str, Any]) -> Message:
         assert method == "roster"
         self.came.append((asyncio.get_running_loop().time(), len(body["roster"])))
         await self.open.wait()
+        if self.error is not None:
+            raise self.error
         return Message({})
 
 
@@ -162,6 +166,29 @@ def test_who_answers_no_roster_is_sent_no_other_and_then_the_newest() -> None:
         slow.open.set()
         await asyncio.sleep(0.1)
         assert [named for _, named in slow.came] == [slow.came[0][1], 22]
+        await crowd.tasks.aclose()
+
+    run(main(), limit_s=100)
+
+
+def test_who_has_come_back_over_another_channel_is_told_there() -> None:
+    """The former one is found dead only now, with a roster on it."""
+
+    async def main() -> None:
+        crowd = Crowd()
+        former = crowd.comes()
+        former.open.clear()
+        former.error = StreamClosedError("silent for 5 s")
+        crowd.comes()
+        await asyncio.sleep(1.0)
+        another = crowd.channels["peer0#1"] = Told()
+        another.open.set()
+        crowd.comes()
+        await asyncio.sleep(1.0)
+        assert (len(former.came), another.came) == (1, [])
+        former.open.set()
+        await asyncio.sleep(0.1)
+        assert [named for _, named in another.came] == [3]
         await crowd.tasks.aclose()
 
     run(main(), limit_s=100)
