@@ -257,7 +257,8 @@ class CatchUp:
         self, channels: Mapping[str, Channel], *, patient: bool
     ) -> tuple[tuple[Description, list[str]] | None, set[str]]:
         """As `_describe`, or None; and who gave no answer, or not what it had offered."""
-        ask = {"offer": True, "anew": self.download is None}
+        # Who is asked again may have a copy by now, made for the question that it did not answer.
+        ask = {"offer": True, "anew": self.download is None and not patient}
         answers, owing = await _gather(
             {n: c.call("snapshot", ask) for n, c in channels.items()}, patient=patient
         )
@@ -297,8 +298,9 @@ class CatchUp:
             owing |= silent
             if groups:
                 return max(groups.items(), key=lambda each: len(each[1])), owing
-            owing |= {name for name in offers if step in held[name]}
-            if owing:
+            broken = {name for name in offers if step in held[name]}
+            if silent or (broken and broken != set(offers)):  # a copy of all may be gone by now
+                owing |= broken
                 break
         return None, owing
 
