@@ -148,13 +148,15 @@ def last_swarm(home: Path | None = None) -> str | None:
 def _find_on_lan() -> str:
     from peer.interrupt import run_loop
     from peer.lan import find_on_lan
+    from swarm.net.link import format_link
 
     links = run_loop(find_on_lan(None, LAN_TIMEOUT_S))
     if not links:
         raise JoinError("no swarm was found on the local network", "pass its link with --join")
     if len(links) > 1:
+        some = [format_link(link.run_id, link.addresses[:1]) for link in map(read_link, links[:3])]
         raise JoinError(
-            f"{len(links)} swarms are on the local network: {' '.join(links)}",
+            f"{len(links)} swarms are on the local network, as {' and '.join(some)}",
             "pass one's link with --join",
         )
     return links[0]

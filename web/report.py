@@ -55,6 +55,7 @@ def _write(path: Path, page: bytes) -> None:
     if os.path.lexists(path) and not path.is_file():  # a pipe, say
         path.write_bytes(page)
         return
+    path = path.resolve()  # where a link leads is replaced, not the link
     if path.is_file():
         with path.open("rb") as before:
             if before.read(len(BEGINS)) not in (BEGINS, b""):

@@ -547,7 +547,8 @@ def test_of_several_swarms_nearby_none_is_guessed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(lan, "find_on_lan", find_on_lan)
     line = fails(JOIN, "--lan", program="swarm-peer")
     assert line == (
-        f"2 swarms are on the local network: {links[0]} {links[1]} - pass one's link with --join"
+        f"2 swarms are on the local network, as {links[0]} and {links[1]}"
+        " - pass one's link with --join"
     )
 
 

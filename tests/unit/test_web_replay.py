@@ -129,5 +129,11 @@ def test_one_file_with_nothing_from_elsewhere(tmp_path: Path, peers: list[str]) 
         write_report(tmp_path, tmp_path / "events.jsonl")
     assert (tmp_path / "events.jsonl").read_text() == text + '{"torn'
     assert not list(tmp_path.glob(".*")), "nothing half written is left"
+    link = tmp_path / "link.html"
+    link.symlink_to(path)
+    path.write_text("")
+    write_report(tmp_path, link)
+    assert link.is_symlink()
+    assert path.read_text().startswith("<!doctype html>")
     with pytest.raises(DataError, match="holds no events"):
         write_report(tmp_path / "keys")
