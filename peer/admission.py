@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from peer.calls import count, names
 from peer.measure import StageFacts
 from peer.members import MAX_MEMBERS, Member, Offer, Standing, Traffic
-from peer.rosters import Rosters
 from peer.slots import read_slots
 from swarm.agreement import agree, decided
 from swarm.errors import RefusedError, SwarmError, WireError
@@ -45,7 +44,6 @@ class Admission:
     def __init__(self, leader: Leader) -> None:
         self.leader = leader
         self.finished = False
-        self.rosters = Rosters(leader)
         # Replicas this term has asked what they had counted in a step before it.
         self._met: set[tuple[str, int]] = set()
         self._resetting: dict[tuple[str, int], Member] = {}  # by name, and which step (`_place_of`)
@@ -93,7 +91,7 @@ class Admission:
                 leader.first_comes()
             leader.members.by_name[channel.incarnation] = member
             leader.probe("joined", replica=member.incarnation, stage=member.stage)
-            self.rosters.add(member)
+            self._send_roster()
             self._send_odd_away()
         member.slots = slots
         member.device = str(body.get("device", ""))[:40]
@@ -207,6 +205,13 @@ class Admission:
             "finished": self.finished,
         }
 
+    def _send_roster(self) -> None:
+        """Somebody new has come. One that asks again is told by the answer, and others nothing: a
+        small call would cost a roster for each of them."""
+        roster = self.leader.members.roster()
+        for member in self.leader.members:
+            self.leader.tell(member.incarnation, "roster", {"roster": roster})
+
     def reconcile(self) -> None:
         """Take into the steps under way whoever can be: called whenever something may have changed.
 
@@ -264,7 +269,6 @@ class Admission:
         if step is None:
             return
         try:
-            await self.rosters.wait_for(member)  # or those before it on a route could not dial it
             channel = leader.links.open_channel(member.incarnation)
             if channel is None or step not in leader.live:
                 return

@@ -106,8 +106,6 @@ class Member:
     offer: Offer = field(default_factory=Offer)
     facts: StageFacts | None = None  # of its stage on its device, measured before it served
     joined_at: float = 0.0
-    listed: int = 0  # the first roster that it is in (`peer.rosters`)
-    told: int = 0  # the last one that it was told
     fetch_s: float = 0.0  # from joining until it had the state
     arrived: bool = False  # it came to replace another, and took part
 

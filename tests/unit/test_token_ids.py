@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,16 +50,17 @@ def test_a_replica_refuses_it(method: str, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(server.uploader, "begin", begin)
         server.parts.see(CALL.term)
         handle: Any = server.methods()[method].handle
+        channel = SimpleNamespace(peer="b")
         for wrong in (2, -1, 2**40):
             with pytest.raises(SwarmError, match=f"tensor 1 holds {wrong}, 0 to 1 exp") as refused:
-                await handle(None, message([0, 1, wrong, 0]))
+                await handle(channel, message([0, 1, wrong, 0]))
             error = refused.value
             if method == "microbatch":  # at this hop, so that nobody else is suspected
                 assert isinstance(error, CallFailedError)
                 assert (error.kind, error.detail) == ("refused", {"hop": 0})
         assert went_on == []
         with contextlib.suppress(RefusedError):
-            await handle(None, message([0, 1, 1, 0]))
+            await handle(channel, message([0, 1, 1, 0]))
         assert went_on == [method]
 
     asyncio.run(main())
