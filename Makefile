@@ -9,7 +9,6 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INPUTS := pyproject.toml constraints.txt
 SIMULATED := tests/unit tests/conformance tests/protocol
 FAILURES := $(patsubst %,tests/process/test_%.py,failures partitions resume trainers volunteers)
-UNTIMED := $(patsubst %,tests/process/test_%.py,cli_errors delayed exact_real peer_flags pretrained readme wheel wire)
 BENCH_LIMIT_S ?= 7200
 BENCHMARKS := $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
 
@@ -23,7 +22,7 @@ define install
 	@touch $(2)
 endef
 
-.PHONY: demo test test-simulated test-failures test-untimed test-process lint bench bench-wan clean setup setup-test setup-lan
+.PHONY: demo test test-simulated test-failures test-process lint bench bench-wan clean setup setup-test setup-lan
 
 demo: .venv/.stamp
 	@$(BIN)/swarm demo
@@ -42,7 +41,7 @@ setup-lan: .venv/.stamp-lan
 .venv/.stamp-lan: $(INPUTS)
 	$(call install,[lan$(,)test],.venv/.stamp .venv/.stamp-test $@)
 
-test: test-simulated test-failures test-untimed test-process
+test: test-simulated test-failures test-process
 
 # In memory, under virtual time: they share the cores.
 test-simulated: .venv/.stamp-test
@@ -52,15 +51,11 @@ test-simulated: .venv/.stamp-test
 test-failures: .venv/.stamp-test
 	@$(BIN)/python -m pytest -n 2 $(FAILURES)
 
-# Real processes of which nothing is timed: what they compute, print or refuse.
-test-untimed: .venv/.stamp-test
-	@$(BIN)/python -m pytest -n 2 $(UNTIMED)
-
 # Real processes and real clocks: one after the other. tests/browser needs a Chromium on PATH and
 # tests/gpu a GPU; each says so and skips itself without one.
 test-process: .venv/.stamp-test
 	@$(BIN)/python -m pytest $(wildcard tests/process tests/browser tests/gpu) \
-	  $(addprefix --ignore=,$(FAILURES) $(UNTIMED))
+	  $(addprefix --ignore=,$(FAILURES))
 
 lint: .venv/.stamp-test
 	@$(BIN)/ruff check --quiet .
