@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from peer.calls import count
 from peer.microbatches import MAX_FAILURES, RETRY_S
 from swarm.agreement import agree
-from swarm.averaging.plan import MAX_MEMBERS, balanced_shares, learned_rate, link_rates
+from swarm.averaging.plan import MAX_MEMBERS, balanced_shares, learned_rates
 from swarm.averaging.progress import MAX_RATE
 from swarm.errors import RefusedError, StageFailedError, StreamClosedError, WireError
 from swarm.names import brief
@@ -268,12 +268,8 @@ class Averaging:
             came = [prepared.rates[member] for member in group.members]
             if any(len(row) != len(group.members) for row in came):
                 continue
-            seen = link_rates(came)
-            fastest = [max(rates) for rates in zip(*seen, strict=True)]
-            for member, now in zip(group.members, seen, strict=True):
-                before = self._rates.get(member, (0.0, 0.0))
-                sent, received = map(learned_rate, before, now, fastest)
-                self._rates[member] = (sent, received)
+            before = [self._rates.get(member, (0.0, 0.0)) for member in group.members]
+            self._rates.update(zip(group.members, learned_rates(before, came), strict=True))
 
     async def _order(
         self, group: Group, member: str, attempt: Attempt, shares: list[int] | None

@@ -17,36 +17,29 @@ import asyncio
 import logging
 import math
 import random
-import statistics
-from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from peer.calls import count
 from peer.commits import Commits, Prepared, left_behind
+from peer.donors import Donors
 from peer.downloads import Download
 from peer.following import Following
-from peer.snapshots import Description, Snapshot, digest
+from peer.snapshots import Snapshot, digest
 from peer.stage_server import StageServer
 from swarm.averaging.policy import Update
 from swarm.compute import Kind
-from swarm.errors import RefusedError, SwarmError, WireError
+from swarm.errors import RefusedError, WireError
 from swarm.net.channel import Channel
-from swarm.net.links import Links, peer_of
+from swarm.net.links import Links
 from swarm.stage_state import GradientFacts
 from swarm.tasks import TaskSet
 from swarm.terms import Record
 
 log = logging.getLogger(__name__)
 MAX_SNAPSHOTS = 3  # in a row, before there is a pause
-REUSE_STEPS = 3  # a copy so old is as good as a new one: its gradients weigh no more than itself
-NOTED_S = 600.0  # a donor that gave wrong bytes is left alone for so long
 STARVED_S = 20.0  # without a chunk, while gradients come: that is said
 SAY_AGAIN_S = 60.0
-ANSWER_S = 600.0  # for a donor to copy and hash its state
-OTHERS_S = 60.0  # for the other donors, once one has, or has said no
 NEWS_S = 30.0  # without a gradient that the leader says is committed: look around anew
 
 
@@ -69,17 +62,20 @@ class CatchUp:
         self.tasks = TaskSet()
         self._replaying = asyncio.Lock()
         self.download: Download | None = None
-        self.noted: dict[str, float] = {}  # peer id of a donor -> until when it is left alone
-        self.to_tell: list[str] = []  # donors noted since the leader was told
-        self._aside: set[str] = set()  # donors that kept this join waiting: asked after the others
+        self.donors = Donors(
+            server, links, rng, self.tasks, begun=self._begun, asking=self._begin_describing
+        )
         self.updates = Following(
-            server, self.tasks, trusted=self._trusts, blame=self._blame, arrived=self._say_starved
+            server,
+            self.tasks,
+            trusted=self.donors.trusts,
+            blame=self.donors.blame,
+            arrived=self._say_starved,
         )
         self._newest_epoch = 0
         self._distrusted_epoch = -1
         self.resumed = 0  # chunks that were here when a download went on
         self._snapshots = 0
-        self._readings: dict[str, None] = {}  # incarnations that keep something for us
         self._told_percent = -1
         self._told_behind = self._most_behind = 0
         self._chunk_at = 0.0  # when the last chunk came, or the download began
@@ -102,7 +98,7 @@ class CatchUp:
             await commits.commit(record)  # a commit that was missed: its members have it
         if commits.valid and 0 < server.parts.ledger.step < step:
             if not self.updates.covers(server.parts.ledger.step):
-                self.updates.begin(await self._channels(donors), commits.record)
+                self.updates.begin(await self.donors.channels(donors), commits.record)
             await self._replay(step)
         while server.parts.ledger.step < step or not commits.valid:
             if self._snapshots >= MAX_SNAPSHOTS:
@@ -112,7 +108,7 @@ class CatchUp:
                     "this connection is too slow for this stage: each step brings an update of "
                     f"{update_mb:.1f} MB, and they came faster than they were fetched"
                 )
-            channels = await self._channels(donors)
+            channels = await self.donors.channels(donors)
             if not channels:
                 raise RefusedError(f"nobody has the state of stage {server.stage}")
             await self._fetch_state(channels)
@@ -162,7 +158,7 @@ class CatchUp:
     def arrived(self, step: int) -> None:
         """The leader agrees that this is the state of its `step`, or will be at once."""
         self._snapshots = self._told_behind = self._most_behind = 0
-        self._aside.clear()
+        self.donors.late.clear()
         if self.server.parts.ledger.step < step:
             self.tasks.spawn(self._replay(step), "last commit")
 
@@ -171,11 +167,7 @@ class CatchUp:
         if self.server.links.incarnation not in record.members.get(self.server.stage, ()):
             return
         self.updates.drop()
-        readings, self._readings = self._readings, {}
-        for name in readings:
-            channel = self.links.open_channel(name)
-            if channel is not None:
-                self.tasks.spawn(_release(channel), "release")
+        self.donors.release()
 
     async def _before_commit(self, record: Record) -> None:
         """The leader tells of a commit while this state still follows: apply what came before it,
@@ -208,123 +200,20 @@ class CatchUp:
         self.updates.drop()
         self.download = None
 
-    # ---- donors ---------------------------------------------------------------------------------
-
-    async def _channels(self, donors: Sequence[str]) -> dict[str, Channel]:
-        """Open channels to those that can be reached, in random order. Noted donors come into
-        question only when there are no others."""
-        trusted = [name for name in donors if self._trusts(name)]
-        names = self.random.sample(trusted or list(donors), len(trusted or donors))
-        opened, _ = await _gather({name: self.links.channel(name) for name in names})
-        return {name: channel for name, channel in opened.items() if channel.ended is None}
-
-    def _trusts(self, donor: str) -> bool:
-        now = asyncio.get_running_loop().time()
-        return self.noted.get(peer_of(donor), 0.0) <= now
-
-    def _blame(self, donor: str, what: str) -> None:
-        """Wrong bytes from a donor: noted, told, and not asked again for a while."""
-        now = asyncio.get_running_loop().time()
-        self.noted[peer_of(donor)] = now + NOTED_S
-        self.to_tell.append(donor)
-        self.server.probe("bad_chunk", donor=donor, what=what)
-        log.warning("a wrong %s from %s", what, donor[-8:])
-
-    async def _describe(self, channels: Mapping[str, Channel]) -> tuple[Description, list[str]]:
-        """One step, and the donors that describe its state with the same digests.
-
-        Who keeps the others waiting is put aside, and asked again, with patience, only when they
-        have no copy to give: an honest donor may need minutes for a big state.
-        """
-        aside = {name: c for name, c in channels.items() if name in self._aside}
-        prompt = {name: c for name, c in channels.items() if name not in aside}
-        for donors, patient in ((prompt, False), (aside, True)):
-            while donors:
-                described, owing = await self._described_by(donors, patient=patient)
-                self._aside |= owing
-                if not patient and owing != set(donors):  # nobody hurries who is alone
-                    aside.update({name: donors[name] for name in owing})
-                if described is not None:
-                    self._aside -= set(described[1])
-                    return described
-                if not owing:
-                    break
-                # The steps have gone on while they were waited for: look around anew.
-                donors = {name: c for name, c in donors.items() if name not in owing}
-        raise RefusedError("no donor gives a copy of its state")
-
-    async def _described_by(
-        self, channels: Mapping[str, Channel], *, patient: bool
-    ) -> tuple[tuple[Description, list[str]] | None, set[str]]:
-        """As `_describe`, or None; and who gave no answer, or not what it had offered."""
-        # Who is asked again may have a copy by now, made for the question that it did not answer.
-        ask = {"offer": True, "anew": self.download is None and not patient}
-        answers, owing = await _gather(
-            {n: c.call("snapshot", ask) for n, c in channels.items()}, patient=patient
-        )
-        offers, held = dict[str, int](), dict[str, set[int]]()
-        for name, answer in answers.items():
-            copies = answer.body.get("copies")
-            try:
-                step = count(answer.body.get("step"))
-                copied = [count(each) for each in (copies if isinstance(copies, list) else [])[:64]]
-            except WireError:
-                self._blame(name, "offer")
-                owing.add(name)
-                continue
-            offers[name] = step
-            held[name] = {each for each in copied if each <= step}  # none has one of what is ahead
-        if not offers:
-            return None, owing
-        expected = {name: each.numel() for name, each in self.server.state.tensors().items()}
-        for step in self._steps(list(offers.values()), held.values()):
-            if self.download is None or self.download.described.step != step:
-                self._drop()
-            self.updates.begin(channels, None, step)  # from now on: describing takes a while
-            answers, silent = await _gather(
-                {name: channels[name].call("snapshot", {"step": step}) for name in offers},
-                patient=patient,
-            )
-            groups: dict[Description, list[str]] = {}
-            for name, answer in answers.items():
-                self._readings[name] = None
-                try:
-                    described = Description.read(answer.body, expected)
-                except WireError as error:
-                    log.debug("no description from %s: %s", name[-8:], error)
-                    continue
-                if described.step == step:
-                    groups.setdefault(described, []).append(name)
-            owing |= silent
-            if groups:
-                return max(groups.items(), key=lambda each: len(each[1])), owing
-            broken = {name for name in offers if step in held[name]}
-            if silent or (broken and broken != set(offers)):  # a copy of all may be gone by now
-                owing |= broken
-                break
-        return None, owing
-
-    def _steps(self, at: Sequence[int], held: Collection[Collection[int]]) -> list[int]:
-        """Which steps to ask for, the best first: donors are `at` these, and hold these copies."""
-        # What the leader said may be hours old by now. Half of the donors are here or beyond, so
-        # that fewer liars cannot say where the run is; what is beyond comes last.
-        now, wanted = statistics.median_low(at), []
-        counted = Counter(each for copies in held for each in copies)
-        most = sorted(counted, key=lambda each: (-counted[each], -each))
-        if self.download is not None and counted[self.download.described.step]:
-            wanted.append(self.download.described.step)
-        wanted += [each for each in most if 0 <= now - each <= REUSE_STEPS]
-        usual = Counter(each for each in at if each <= now).most_common(1)[0][0]
-        wanted += [usual, now + 1]  # now; or, if that is over, soon
-        wanted += [each for each in most if now - each > REUSE_STEPS]  # no room for another copy
-        wanted += [each for each in most if each > now]
-        return list(dict.fromkeys([*wanted, max(at) + 1]))
-
     # ---- the snapshot ---------------------------------------------------------------------------
+
+    def _begun(self) -> int | None:
+        return None if self.download is None else self.download.described.step
+
+    def _begin_describing(self, channels: Mapping[str, Channel], step: int) -> None:
+        """Describing takes a while: what is committed is collected from now on."""
+        if self._begun() != step:
+            self._drop()
+        self.updates.begin(channels, None, step)
 
     async def _fetch_state(self, channels: Mapping[str, Channel]) -> None:
         """Download a snapshot, collecting what is committed meanwhile, and load it."""
-        described, names = await self._describe(channels)
+        described, names = await self.donors.describe(channels)
         if self.download is None or self.download.described != described:
             self.download = Download(described)
         else:
@@ -339,7 +228,7 @@ class CatchUp:
             download.run(
                 who,
                 digest=self._digest,
-                blame=lambda donor: self._blame(donor, "chunk"),
+                blame=lambda donor: self.donors.blame(donor, "chunk"),
                 progress=self._say_share,
                 since=lambda: described.step + len(self.updates.ahead),
             ),
@@ -356,7 +245,7 @@ class CatchUp:
         finally:
             fetching.cancel()
             await asyncio.gather(fetching, return_exceptions=True)
-            self._aside |= download.late
+            self.donors.late |= download.late
         self.download = None
         self._snapshots += 1
         await self._load(download.snapshot(), names)
@@ -376,7 +265,7 @@ class CatchUp:
             mark = (await server.compute.run(Kind.UPDATE, load)).value
             if mark != snapshot.fingerprint:
                 for donor in donors:
-                    self._blame(donor, "state")
+                    self.donors.blame(donor, "state")
                 self.updates.ahead.clear()
                 raise WireError("the state that arrived is not the one that was announced")
             commits.record, commits.committed, commits.prepared = snapshot.record, None, None
@@ -449,48 +338,3 @@ class CatchUp:
             self._told_behind = steps
             if steps > 1:
                 self.say(f"catching up, {steps} steps behind")
-
-
-async def _gather(
-    calls: Mapping[str, Coroutine[Any, Any, Any]], *, patient: bool = False
-) -> tuple[dict[str, Any], set[str]]:
-    """What those answered that did, in the order of `calls`, and who did not answer at all.
-
-    Once one has, or refuses (who is `patient` lets refusals hurry nobody), the others have a
-    while; and nobody is waited for for ever: the device of one may hang while its process answers
-    pings.
-    """
-    asked = {name: asyncio.ensure_future(call) for name, call in calls.items()}
-    pending, wait_s = set(asked.values()), ANSWER_S
-    try:
-        while pending:
-            ended, pending = await asyncio.wait(
-                pending, timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if not ended:
-                break
-            if not patient or any(not t.cancelled() and t.exception() is None for t in ended):
-                wait_s = OTHERS_S
-    finally:
-        for task in pending:
-            task.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-    found, silent = {}, set[str]()
-    for name, task in asked.items():
-        if task.cancelled():
-            log.debug("%s: no answer", name[-8:])
-            silent.add(name)
-        elif (error := task.exception()) is None:
-            found[name] = task.result()
-        elif isinstance(error, SwarmError):
-            log.debug("%s: %s", name[-8:], error)
-        else:
-            raise error
-    return found, silent
-
-
-async def _release(channel: Channel) -> None:
-    try:
-        await channel.call("snapshot", {"release": True})
-    except SwarmError as error:
-        log.debug("release: %s", error)

@@ -15,6 +15,7 @@ from typing import Any
 
 from peer.calls import count, names
 from peer.commits import Commits, Prepared
+from peer.evaluations import Evaluations
 from peer.joining import CatchUp
 from peer.measure import StageFacts, stage_facts
 from peer.observe import activity_of
@@ -287,7 +288,12 @@ class Member:
         self.commits.on_invalid = self.donor.forget
         self.orders.on_move = lambda order: self.on_move(self, order)
         self.links.methods.update(
-            {**self.server.methods(), **self.orders.methods(), **self.donor.methods()}
+            {
+                **self.server.methods(),
+                **Evaluations(self.server).methods(),
+                **self.orders.methods(),
+                **self.donor.methods(),
+            }
         )
 
     def _fitting_slots(self, facts: StageFacts, parameters: int) -> int | None:
@@ -342,7 +348,8 @@ class Member:
     async def _ready(self, channel: Channel, position: dict[str, Any]) -> bool:
         """Tell the leader where this state stands; `position` is filled with where the run does."""
         assert self.catching_up is not None
-        noted, self.catching_up.to_tell = self.catching_up.to_tell, []
+        donors = self.catching_up.donors
+        noted, donors.to_tell = donors.to_tell, []
         body: dict[str, Any] = {
             "step": self.step,
             "epoch": self.epoch,

@@ -7,7 +7,7 @@ share copies; there are few at once, and one that somebody reads is never thrown
 
 Whoever reads a copy has to catch up with what is committed meanwhile: as long as it comes back, the
 averaged gradients since its step are kept too, within `BACKLOG_BYTES`. The reader's side is in
-`peer.downloads` (a copy) and `peer.joining` (catching up).
+`peer.donors` (whom to ask), `peer.downloads` (a copy) and `peer.joining` (catching up).
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Decisions are `swarm.ledger`'s; this carries them out. A call runs (or joins, or repeats) the
 forward, goes on to the next hop of its route, waits on the same call for the gradient of what it
 sent, runs the backward, counts, and answers. Forward and backward are tasks of the replica and not
-of the call, so a call whose upstream dies loses nothing. Orders of the leader are in
-`peer.orders`.
+of the call, so a call whose upstream dies loses nothing. What they compute is in
+`peer.stage_tasks`; orders of the leader are in `peer.orders`.
 
 A step under way is a `Part` (`peer.parts`); they share device, slots and connections.
 """
@@ -13,29 +13,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from torch import Tensor
-
-from peer.calls import FIELDS_CODEC, MicrobatchCall, count, names
+from peer.calls import FIELDS_CODEC, MicrobatchCall
 from peer.crowds import Crowds
 from peer.kept import Work
 from peer.parts import Part, Parts
 from peer.slots import Slots
+from peer.stage_tasks import StageTasks
 from swarm.ahead import NONE, Ahead
-from swarm.compute import Compute, Kind, Result, Timed, WatchedCompute
+from swarm.compute import Compute, Kind, Timed, WatchedCompute
 from swarm.delayed_state import State
-from swarm.device import Arrivals, Departures, Downloader, Uploader
+from swarm.device import Uploader
 from swarm.errors import JoinError, RefusedError, StageFailedError, TransportError, WireError
-from swarm.finite import NotFiniteError, finite, proven, totals
+from swarm.finite import NotFiniteError
 from swarm.ledger import Decision, Do
 from swarm.model.stage import gradient_specs
 from swarm.net.channel import CallFailedError, Channel, Message, Method
 from swarm.net.links import Links
 from swarm.spec import TensorSpec
-from swarm.stage_state import Graph
 from swarm.tasks import TaskSet
 from swarm.terms import Term
 from swarm.wire.boundaries import BACKWARD, FORWARD, LOSSLESS, BoundaryCodecs
@@ -43,9 +40,6 @@ from swarm.wire.codecs import TensorMeta, WireTensor
 from swarm.wire.frames import check_indices, check_tensors
 
 log = logging.getLogger(__name__)
-# In progress from one peer, for each stage: a leader has two open, and tries each five times.
-EVALUATIONS = 10
-EVALUATED_AT_ONCE = 2  # one is copied to the device while another is computed
 # From one peer: a leader has one open; those that it gave up may not know it yet.
 CALLS_OF_A_MICROBATCH = 4
 
@@ -101,30 +95,26 @@ class StageServer:
         self.num_microbatches, self.codecs, self.probe = num_microbatches, codecs, probe
         self.slots = Slots(slots)
         self.parts = Parts(state, kept_bytes, ahead, release=self._release)
-        self.uploader, self.downloader = Uploader(state.device), Downloader(state.device)
+        self.uploader = Uploader(state.device)
         self.tasks = TaskSet()
         # By step and index: those that wait for a commit.
         self._awaiting: Crowds[tuple[int, int]] = Crowds(1, self.tasks)
         # By whom, step and index: nobody's calls make another's give way.
         self._serving: Crowds[tuple[str, int, int]] = Crowds(CALLS_OF_A_MICROBATCH, TaskSet())
-        self._evaluations: Counter[str] = Counter()  # in progress, by whom
-        self._evaluating = asyncio.Semaphore(EVALUATED_AT_ONCE)
         self.sent_bytes = 0  # activations to the next stage, on the wire
         self.raw_bytes = 0  # the same before the codec
         self.returned_bytes = 0  # gradients to the previous stage, on the wire
         self.returned_raw_bytes = 0  # the same before the codec
-        self._fields = sorted(pipeline.batch_spec)
-        self._field_specs = [pipeline.batch_spec[name] for name in self._fields]
+        self.fields = sorted(pipeline.batch_spec)
+        self.field_specs = [pipeline.batch_spec[name] for name in self.fields]
+        self.on_device = StageTasks(stage, state, self.parts, self.fields, codecs)
         last = stage == pipeline.num_stages - 1
         self._inputs = pipeline.boundary(stage - 1) if stage > 0 else ()
         self._outputs = () if last else pipeline.boundary(stage)
 
     def methods(self) -> dict[str, Method]:
         """What other peers may call here."""
-        return {
-            "microbatch": Method(self._microbatch, self._check_microbatch),
-            "evaluate": Method(self._evaluate, self._check_evaluate),
-        }
+        return {"microbatch": Method(self._microbatch, self._check_microbatch)}
 
     # ---- checks, before anything is allocated ---------------------------------------------------
 
@@ -132,32 +122,28 @@ class StageServer:
         call = MicrobatchCall.read(body)
         if call.index >= self.num_microbatches:
             raise WireError(f"microbatch {call.index} of {self.num_microbatches}")
-        self._check_route(call.route, call.hop)
-        self._check_inputs(metas)
+        self.check_route(call.route, call.hop)
+        self.check_inputs(metas)
 
-    def _check_evaluate(self, body: Mapping[str, Any], metas: Sequence[TensorMeta]) -> None:
-        Term.read(body.get("term"))
-        count(body.get("step"))
-        self._check_route(names(body.get("route")), count(body.get("hop")))
-        self._check_inputs(metas)
-
-    def _check_route(self, route: tuple[str, ...], hop: int) -> None:
+    def check_route(self, route: tuple[str, ...], hop: int) -> None:
+        """Raises WireError unless it leads here."""
         if len(route) != self.pipeline.num_stages or hop != self.stage:
             raise WireError(f"hop {hop} of {len(route)} is not stage {self.stage}")
         if route[hop] != self.links.incarnation:
             raise WireError("the route names another replica here")
 
-    def _check_inputs(self, metas: Sequence[TensorMeta]) -> None:
-        check_tensors(metas[: len(self._fields)], self._field_specs, FIELDS_CODEC)
+    def check_inputs(self, metas: Sequence[TensorMeta]) -> None:
+        """Raises WireError unless they are a microbatch's fields and what this stage takes."""
+        check_tensors(metas[: len(self.fields)], self.field_specs, FIELDS_CODEC)
         codec = self.codecs.name(self.stage - 1, FORWARD)
-        check_tensors(metas[len(self._fields) :], self._inputs, codec)
+        check_tensors(metas[len(self.fields) :], self._inputs, codec)
 
     # ---- a microbatch ---------------------------------------------------------------------------
 
     async def _microbatch(self, channel: Channel, message: Message) -> Message:
         call = MicrobatchCall.read(message.body)
         try:
-            check_indices(message.tensors, self._field_specs)
+            check_indices(message.tensors, self.field_specs)
             return await self._serve(channel.peer, call, message.tensors)
         except CallFailedError:
             raise
@@ -176,7 +162,7 @@ class StageServer:
     ) -> Message:
         """Every failure names this hop, or the leader would suspect the first of the route."""
         part = self.parts.of(call.step)
-        self._check_term(part, call.term)
+        self.check_term(part, call.term)
         loop = asyncio.get_running_loop()
         arrived = loop.time()
         decision = await self._decide(part, call)
@@ -226,7 +212,7 @@ class StageServer:
         return self._answer(work, below, dx)
 
     @staticmethod
-    def _check_term(part: Part, term: Term) -> None:
+    def check_term(part: Part, term: Term) -> None:
         """Raises RefusedError, before a call may wait for anything. It comes from any peer: only an
         order of the trainer itself raises the term."""
         if term > part.ledger.term:
@@ -271,7 +257,7 @@ class StageServer:
                 raise asyncio.CancelledError
             self.probe("forward", step=call.step, index=call.index)
             timed = await self.compute.run(
-                Kind.FORWARD, lambda: self._run_forward(part, work, call, arrivals), call.step
+                Kind.FORWARD, lambda: self.on_device.forward(part, work, call, arrivals), call.step
             )
         except BaseException as error:
             self._release(work)
@@ -292,36 +278,6 @@ class StageServer:
         kind = "nonfinite" if isinstance(error, NotFiniteError) else "failed"
         return CallFailedError(kind, str(error), hop=call.hop)
 
-    def _run_forward(
-        self, part: Part, work: Work, call: MicrobatchCall, arrivals: Arrivals
-    ) -> Result[tuple[Graph, list[WireTensor]]]:
-        arrived = arrivals.tensors()
-        batch, inputs = self._named(arrived)
-        divisor = call.divisor if call.is_last else None
-        graph = self.parts.version(part, call.index).forward(
-            call.step, call.index, inputs, batch, divisor
-        )
-        outputs, place = graph.outputs, (call.step, call.index)
-        sent = () if call.is_last else self.codecs.pack(outputs, self.stage, FORWARD, place)
-        departures = self.downloader.begin(sent, totals(outputs))
-
-        def finish() -> tuple[Graph, list[WireTensor]]:
-            sums = departures.numbers()
-            if not work.nonfinite and not proven(sums, outputs):
-                if not call.nonfinite and finite(arrived):
-                    raise NotFiniteError("its forward gives what is no number")
-                work.nonfinite = True
-            if call.is_last:
-                work.loss = sums[0]
-            return graph, departures.wires()
-
-        return departures.then(finish)
-
-    def _named(self, tensors: Sequence[Tensor]) -> tuple[dict[str, Tensor], Sequence[Tensor]]:
-        """The microbatch's fields by name, and the stage's inputs."""
-        batch = dict(zip(self._fields, tensors[: len(self._fields)], strict=True))
-        return batch, tensors[len(self._fields) :]
-
     async def _go_on(
         self, call: MicrobatchCall, tensors: Sequence[WireTensor], y: Sequence[WireTensor]
     ) -> tuple[Message | None, Sequence[WireTensor]]:
@@ -330,7 +286,7 @@ class StageServer:
             return None, ()
         onward = call.next_hop()
         specs, codec = gradient_specs(self._outputs), self.codecs.name(self.stage, BACKWARD)
-        fields = list(tensors[: len(self._fields)])
+        fields = list(tensors[: len(self.fields)])
         try:
             channel = await self.links.channel(call.route[onward.hop])
             self.probe("sent", step=call.step, index=call.index)
@@ -377,7 +333,7 @@ class StageServer:
             arrivals = self.uploader.begin(gradients)
             timed = await self.compute.run(
                 Kind.BACKWARD,
-                lambda: self._run_backward(part, work, call, graph, arrivals, count_it=True),
+                lambda: self.on_device.backward(part, work, call, graph, arrivals, count_it=True),
                 call.step,
             )
         except BaseException as error:
@@ -403,70 +359,20 @@ class StageServer:
         self.probe("counted", step=call.step, index=call.index)
         return dx
 
-    def _run_backward(
-        self,
-        part: Part,
-        work: Work,
-        call: MicrobatchCall,
-        graph: Graph,
-        arrivals: Arrivals,
-        *,
-        count_it: bool,
-    ) -> Result[tuple[list[WireTensor], bool]]:
-        """What goes upstream, and whether something that is no number was let through."""
-        gradients = arrivals.tensors()
-        came = totals(gradients)
-        departures: Departures | None = None
-        checked: list[tuple[list[WireTensor], bool]] = []
-
-        def send(answers: tuple[Tensor, ...]) -> None:
-            nonlocal departures
-            sent = self.codecs.pack(answers, self.stage - 1, BACKWARD, (call.step, call.index))
-            departures = self.downloader.begin(sent, [*came, *totals(answers)])
-            if departures.ready is None:
-                check(departures, answers)
-
-        def check(departures: Departures, answers: tuple[Tensor, ...]) -> None:
-            """May fail. On a CPU nothing is in the accumulator by then; a GPU is not waited for, so
-            there it spoils what its replica has counted of the step: nonsense is rare."""
-            sums = departures.numbers()
-            came_finite = not work.nonfinite and proven(sums[: len(came)], gradients)
-            nonfinite = count_it and not (came_finite and proven(sums[len(came) :], answers))
-            if nonfinite and came_finite and not call.nonfinite:
-                raise NotFiniteError("its backward gives what is no number")
-            checked.append((departures.wires(), nonfinite))
-
-        # Not the version that is the newest by now: a commit may have come since the forward.
-        into = part.state if count_it else None
-        answers = graph.state.backward(graph, gradients or None, into=into, before=send)
-        assert departures is not None
-
-        def finish() -> tuple[list[WireTensor], bool]:
-            if departures.ready is not None:
-                try:
-                    check(departures, answers)
-                except Exception:
-                    if into is not None:
-                        into.spoiled = True
-                    raise
-            return checked[0]
-
-        return departures.then(finish)
-
     async def _recompute(
         self, part: Part, work: Work, call: MicrobatchCall, tensors: Sequence[WireTensor]
     ) -> Message:
         """A counted microbatch whose answers were evicted: the same again, adding nothing."""
         arrivals = self.uploader.begin(tensors)
         forward = await self.compute.run(
-            Kind.FORWARD, lambda: self._run_forward(part, work, call, arrivals), call.step
+            Kind.FORWARD, lambda: self.on_device.forward(part, work, call, arrivals), call.step
         )
         graph, y = forward.value
         below, gradients = await self._go_on(call, tensors, y)
         returned = self.uploader.begin(gradients)
         backward: Timed[tuple[list[WireTensor], bool]] = await self.compute.run(
             Kind.BACKWARD,
-            lambda: self._run_backward(part, work, call, graph, returned, count_it=False),
+            lambda: self.on_device.backward(part, work, call, graph, returned, count_it=False),
             call.step,
         )
         return self._answer(work, below, backward.value[0])
@@ -499,55 +405,6 @@ class StageServer:
         if work.holds_slot:
             work.holds_slot = False
             self.slots.release()
-
-    # ---- validation -----------------------------------------------------------------------------
-
-    async def _evaluate(self, channel: Channel, message: Message) -> Message:
-        """Forward only, at the state after `step` commits; the answer holds the loss sum."""
-        body, hop = message.body, message.body["hop"]
-        check_indices(message.tensors, self._field_specs)
-        self._check_term(self.parts.oldest, Term.read(body["term"]))
-        if self._evaluations[channel.peer] >= EVALUATIONS * self.pipeline.num_stages:
-            raise CallFailedError("refused", "too many evaluations at once", hop=hop)
-        self._evaluations[channel.peer] += 1
-        try:
-            return await self._evaluated(body, message.tensors)
-        finally:
-            self._evaluations[channel.peer] -= 1
-            if not self._evaluations[channel.peer]:
-                del self._evaluations[channel.peer]
-
-    async def _evaluated(self, body: dict[str, Any], tensors: Sequence[WireTensor]) -> Message:
-        step, hop, route = body["step"], body["hop"], body["route"]
-        if self.parts.ledger.step < step <= self.parts.ledger.step + len(self.parts):
-            await self.parts.commit_of(step - 1)
-        is_last = hop == len(route) - 1
-        async with self._evaluating:
-            if self.parts.ledger.step != step:
-                what = f"at step {self.parts.ledger.step}, not {step}"
-                raise CallFailedError("refused", what, hop=hop)
-            arrivals = self.uploader.begin(tensors)
-            timed = await self.compute.run(
-                Kind.FORWARD, lambda: self._run_evaluation(arrivals, is_last=is_last), step
-            )
-        losses, y = timed.value
-        if is_last:
-            return Message({"loss": losses[0]})
-        try:
-            channel = await self.links.channel(route[hop + 1])
-            fields = tensors[: len(self._fields)]
-            return await channel.call("evaluate", {**body, "hop": hop + 1}, [*fields, *y])
-        except (TransportError, JoinError) as error:
-            raise CallFailedError("unreachable", str(error), hop=hop + 1) from None
-
-    def _run_evaluation(
-        self, arrivals: Arrivals, *, is_last: bool
-    ) -> Result[tuple[list[float], list[WireTensor]]]:
-        batch, inputs = self._named(arrivals.tensors())
-        outputs = self.state.evaluate(inputs, batch)
-        sent = () if is_last else self.codecs.pack(outputs, self.stage, FORWARD, None)
-        departures = self.downloader.begin(sent, outputs[:1] if is_last else ())
-        return departures.then(lambda: (departures.numbers(), departures.wires()))
 
     async def aclose(self) -> None:
         """End what runs here. The device is its owner's to close."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from _namespaces import DEVICE, LabError
 from _profiles import PROFILES
 from all_reduce import Members
 
-from swarm.averaging.plan import balanced_shares, learned_rate, link_rates
+from swarm.averaging.plan import balanced_shares, learned_rates
 from swarm.net.transport import MAX_CONNECTIONS
 
 GOAL = 0.9
@@ -55,24 +54,6 @@ def start(lab: Lab, connections: int) -> Members:
     return members
 
 
-class Links:
-    """What rounds have shown of the members' lines, as a leader learns it (`peer/averaging.py`)."""
-
-    def __init__(self, num: int) -> None:
-        self.rates = [(0.0, 0.0)] * num  # sent and received
-
-    def shares(self) -> list[int] | None:
-        return balanced_shares(self.rates, FLOAT32_BYTES, FLOAT32_BYTES)
-
-    def learn(self, came: Sequence[Sequence[float]]) -> None:
-        seen = link_rates(came)
-        sent, received = (max(rates) for rates in zip(*seen, strict=True))
-        self.rates = [
-            (learned_rate(before[0], now[0], sent), learned_rate(before[1], now[1], received))
-            for before, now in zip(self.rates, seen, strict=True)
-        ]
-
-
 def measure(
     profile: str, num: int, congestion: str, options: argparse.Namespace
 ) -> tuple[dict[str, float], dict[str, Any]]:
@@ -81,7 +62,7 @@ def measure(
     sides = {**{str(each): each for each in options.connections}, "gloo": 0}
     if options.split:
         sides[SPLIT] = 1
-    links = Links(num)
+    rates, shares = [(0.0, 0.0)] * num, None  # of each line, as a leader learns them
     taken: dict[str, list[float]] = {side: [] for side in sides}
     busy: dict[str, list[float]] = {f"{side} busy": [] for side in sides}
     lab = Lab(profile, num, congestion=congestion, keep_window=options.keep_window)
@@ -100,10 +81,11 @@ def measure(
                         connections=connections,
                         num_elements=elements,
                         accumulate="float32",
-                        shares=links.shares() if side == SPLIT else None,
+                        shares=shares if side == SPLIT else None,
                     )
                     if side == SPLIT:
-                        links.learn(members.came)
+                        rates = learned_rates(rates, members.came)
+                        shares = balanced_shares(rates, FLOAT32_BYTES, FLOAT32_BYTES)
                     if trial:
                         taken[side].append(took)
                         busy[f"{side} busy"].append(busiest_s(lab, before))

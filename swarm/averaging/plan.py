@@ -233,6 +233,18 @@ def learned_rate(before: float, now: float, fastest: float) -> float:
     return now or min(before * UNSEEN_GAINS, max(before, fastest))
 
 
+def learned_rates(
+    before: Sequence[tuple[float, float]], came: Sequence[Sequence[float]]
+) -> list[tuple[float, float]]:
+    """(sent, received) as believed of each member after a round, `came` as for `link_rates`."""
+    seen = link_rates(came)
+    sent, received = (max(rates) for rates in zip(*seen, strict=True))
+    return [
+        (learned_rate(was[0], now[0], sent), learned_rate(was[1], now[1], received))
+        for was, now in zip(before, seen, strict=True)
+    ]
+
+
 def balanced_shares(
     rates: Sequence[tuple[float, float]], contribution: float, result: float
 ) -> list[int] | None:

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from itertools import islice
 
 import numpy as np
@@ -279,10 +280,11 @@ def _exact_sum(values: Sequence[float]) -> float:
         return sum(values)
 
 
-def _odd_weights(count: int) -> Tensor:
+@cache
+def _odd_weights(count: int, device: torch.device) -> Tensor:
     """Odd numbers of 64 bits (so a change of any one element shows), from a Weyl sequence."""
     weights = torch.arange(1, count + 1, dtype=torch.int64) * (0x9E3779B97F4A7C15 - (1 << 64))
-    return (weights ^ (weights >> 29)) | 1
+    return ((weights ^ (weights >> 29)) | 1).to(device)
 
 
 def fingerprint(*tensors: Tensor) -> int:
@@ -303,15 +305,17 @@ def _fingerprint_of(tensor: Tensor) -> int:
     if flat.numel() % 2:
         flat = torch.cat([flat, flat.new_zeros(1)])
     words = flat.view(torch.int64)
-    weights = _odd_weights(FINGERPRINT_ROW).to(words.device)
+    weights = _odd_weights(FINGERPRINT_ROW, words.device)
     rows = FINGERPRINT_ROWS if words.device.type == "cpu" else GPU_FINGERPRINT_ROWS
-    sums = []
-    for block in words.split(FINGERPRINT_ROW * rows):
-        short = block.numel() % FINGERPRINT_ROW
-        if short:
-            block = torch.cat([block, block.new_zeros(FINGERPRINT_ROW - short)])
-        sums.append((block.view(-1, FINGERPRINT_ROW) * weights).sum(dim=1))
-    by_row = torch.cat([words.new_empty(0), *sums]).cpu().numpy().view(np.uint64)
+    whole = words.numel() // FINGERPRINT_ROW * FINGERPRINT_ROW
+    sums = [
+        (block.view(-1, FINGERPRINT_ROW) * weights).sum(dim=1)
+        for block in words[:whole].split(FINGERPRINT_ROW * rows)
+    ]
+    if whole < words.numel():
+        rest = words[whole:]
+        sums.append((rest * weights[: rest.numel()]).sum().view(1))
+    by_row = torch.cat(sums).cpu().numpy().view(np.uint64)
     numbers = np.arange(1, len(by_row) + 1, dtype=np.uint64)
     weighted = by_row * (2 * numbers + 1) * np.uint64(0xD1B54A32D192ED03)
     return (words.numel() + int(weighted.sum())) & MASK64

@@ -73,21 +73,22 @@ def peer(arguments: Mapping[str, Any], tell: Any) -> int:
 def write_kernels(where: Path) -> None:
     """From now on this process does, into the file in this directory."""
     from peer.stage_server import StageServer
+    from peer.stage_tasks import StageTasks
 
     books, hold, backwards = Witness(where / FILE), where / HOLD, Counter[int]()
-    run_forward: Callable[..., Any] = StageServer._run_forward
-    run_backward: Callable[..., Any] = StageServer._run_backward
+    run_forward: Callable[..., Any] = StageTasks.forward
+    run_backward: Callable[..., Any] = StageTasks.backward
     backward: Callable[..., Any] = StageServer._backward
 
-    def write(self: StageServer, point: str, call: Any) -> None:
+    def write(self: StageServer | StageTasks, point: str, call: Any) -> None:
         books.write(point, step=call.step, stage=self.stage, index=call.index)
 
-    def forward_kernel(self: StageServer, part: Any, work: Any, call: Any, *args: Any) -> Any:
+    def forward_kernel(self: StageTasks, part: Any, work: Any, call: Any, *args: Any) -> Any:
         write(self, "forward", call)
         return run_forward(self, part, work, call, *args)
 
     def backward_kernel(
-        self: StageServer, part: Any, work: Any, call: Any, *args: Any, count_it: bool
+        self: StageTasks, part: Any, work: Any, call: Any, *args: Any, count_it: bool
     ) -> Any:
         if call.is_last and hold.exists() and backwards[call.step] == HELD:
             write(self, "held", call)
@@ -102,6 +103,6 @@ def write_kernels(where: Path) -> None:
         write(self, "counted", call)
         return answers
 
-    StageServer._run_forward = forward_kernel  # type: ignore[method-assign]
-    StageServer._run_backward = backward_kernel  # type: ignore[method-assign]
+    StageTasks.forward = forward_kernel  # type: ignore[method-assign]
+    StageTasks.backward = backward_kernel  # type: ignore[method-assign]
     StageServer._backward = counting  # type: ignore[method-assign]

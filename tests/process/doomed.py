@@ -151,28 +151,28 @@ def _die_queued(data_dir: Path) -> None:
 
 def _die_in_forward(data_dir: Path) -> None:
     """When the outputs are computed, and nobody has them yet."""
-    from peer.stage_server import StageServer
+    from peer.stage_tasks import StageTasks
 
-    run: Callable[..., Any] = StageServer._run_forward
+    run: Callable[..., Any] = StageTasks.forward
 
-    def last(self: StageServer, *args: Any) -> Any:
+    def last(self: StageTasks, *args: Any) -> Any:
         run(self, *args)
         die()
 
-    StageServer._run_forward = last  # type: ignore[method-assign]
+    StageTasks.forward = last  # type: ignore[method-assign]
 
 
 def _die_in_backward(data_dir: Path) -> None:
     """When its gradients are added up, and it has told nobody."""
-    from peer.stage_server import StageServer
+    from peer.stage_tasks import StageTasks
 
-    run: Callable[..., Any] = StageServer._run_backward
+    run: Callable[..., Any] = StageTasks.backward
 
-    def last(self: StageServer, *args: Any, **options: Any) -> Any:
+    def last(self: StageTasks, *args: Any, **options: Any) -> Any:
         run(self, *args, **options)
         die()
 
-    StageServer._run_backward = last  # type: ignore[method-assign]
+    StageTasks.backward = last  # type: ignore[method-assign]
 
 
 def _die_joining(data_dir: Path) -> None:
@@ -225,8 +225,8 @@ def _be_shy(data_dir: Path) -> None:
 def _be_thrifty(data_dir: Path) -> None:
     """So a download lasts for steps however fast they are, and ends only if they go on."""
     from peer import snapshots
+    from peer.donors import Donors
     from peer.downloads import Download
-    from peer.joining import CatchUp
     from peer.orders import Orders
     from swarm.net.links import peer_of
 
@@ -234,7 +234,7 @@ def _be_thrifty(data_dir: Path) -> None:
     fetch: Callable[..., Any] = Download._fetch
     keep: Callable[..., None] = Download._keep
     commit: Callable[..., Any] = Orders._commit
-    describe: Callable[..., Any] = CatchUp._describe
+    describe: Callable[..., Any] = Donors.describe
     books, one_by_one = Witness(data_dir / NOTES), asyncio.Lock()
 
     async def give(self: snapshots.Donor, channel: Any, message: Any) -> Any:
@@ -243,7 +243,7 @@ def _be_thrifty(data_dir: Path) -> None:
                 await self.server.parts.advanced.wait()
         return await chunk(self, channel, message)
 
-    async def choose(self: CatchUp, *args: Any) -> Any:
+    async def choose(self: Donors, *args: Any) -> Any:
         described, donors = await describe(self, *args)
         books.write("donors", donors=[peer_of(each) for each in donors])
         return described, donors
@@ -267,7 +267,7 @@ def _be_thrifty(data_dir: Path) -> None:
     Download._fetch = ask  # type: ignore[method-assign]
     Download._keep = note  # type: ignore[method-assign]
     Orders._commit = report  # type: ignore[method-assign]
-    CatchUp._describe = choose  # type: ignore[method-assign]
+    Donors.describe = choose  # type: ignore[method-assign]
 
 
 def _die_regretted(data_dir: Path) -> None:

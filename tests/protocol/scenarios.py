@@ -185,14 +185,13 @@ def smallest(seed: int, error: Exception, limit_s: float) -> Scenario:
     return shrink(scenario, failure_of(error), limit_s=limit_s) if limit_s else scenario
 
 
-def run_or_shrink(seed: int) -> Swarm:
+def run_or_shrink(seed: int, shrink_s: float = 60.0) -> Swarm:
     """Of a failure, the smallest scenario that fails in the same way is noted, too."""
     try:
         return run_seed(seed)[1]
     except Exception as error:
-        error.add_note(
-            f"python -m tests.protocol.scenarios --replay '{smallest(seed, error, 60.0)}'"
-        )
+        small = smallest(seed, error, shrink_s)
+        error.add_note(f"python -m tests.protocol.scenarios --replay '{small}'")
         raise
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from peer import stage_server
+from peer import stage_tasks
 from swarm.compute import Kind
 from swarm.finite import finite
 from swarm.wire.boundaries import BACKWARD
@@ -27,7 +27,7 @@ Spoil = Callable[[Swarm, str], None]
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU nonsense is seen only once it is in the accumulator."""
     if request.param == "gpu":
-        monkeypatch.setattr(stage_server, "Downloader", LateDownloader)
+        monkeypatch.setattr(stage_tasks, "Downloader", LateDownloader)
 
 
 class Spoiled(Swarm):
@@ -76,15 +76,16 @@ def unsent(swarm: Swarm, who: str) -> None:
     """Its next backward cannot be encoded, as where there is no memory left."""
     server = swarm.members[who].server
     assert server is not None
-    codecs = server.codecs
+    tasks = server.on_device
+    codecs = tasks.codecs
 
     def pack(tensors: Any, boundary: int, direction: str, microbatch: Any) -> Any:
         if direction != BACKWARD:
             return codecs.pack(tensors, boundary, direction, microbatch)
-        server.codecs = codecs
+        tasks.codecs = codecs
         raise RuntimeError("no memory to encode it in")
 
-    server.codecs = SimpleNamespace(name=codecs.name, pack=pack)  # type: ignore[assignment]
+    tasks.codecs = SimpleNamespace(name=codecs.name, pack=pack)  # type: ignore[assignment]
 
 
 def not_uploaded(swarm: Swarm, who: str) -> None:
@@ -177,16 +178,17 @@ def test_what_a_device_reports_late_voids_what_its_replica_had_counted(
     def failing(swarm: Swarm, who: str) -> None:
         server = swarm.members[who].server
         assert server is not None
-        downloader = server.downloader
+        tasks = server.on_device
+        downloader = tasks.downloader
 
         class Failing(LateDownloader):
             def begin(self, packed: Any = (), numbers: Any = ()) -> Any:
                 departures: Any = super().begin(packed, numbers)
                 departures.ready = Signal(report)
-                server.downloader = downloader
+                tasks.downloader = downloader
                 return departures
 
-        server.downloader = Failing(server.state.device)
+        tasks.downloader = Failing(server.state.device)
 
     def report() -> None:
         raise RuntimeError("an illegal memory access was encountered")

@@ -155,7 +155,7 @@ async def never(*_: Any) -> Message:
 def test_one_bad_donor_keeps_nobody_out(
     method: str, answer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joining, "OTHERS_S", 0.2)
+    monkeypatch.setattr("peer.donors.OTHERS_S", 0.2)
     monkeypatch.setattr(snapshots, "WAIT_S", 0.3)  # for a commit, before a donor says no
     monkeypatch.setattr(gradients, "CHUNK_S", 1.0)
     swarm = Joining(60, rate_bps=1e6)
@@ -218,7 +218,7 @@ async def refusing(donor: Donor, honest: Any, body: dict[str, Any]) -> Message:
 def test_who_offers_copies_that_it_does_not_give_is_waited_for_once(
     donors: int, answer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(joining, "OTHERS_S", 0.6)
+    monkeypatch.setattr("peer.donors.OTHERS_S", 0.6)
     monkeypatch.setattr(snapshots, "WAIT_S", 0.3)
     answer_for("r1.0", "_snapshot", answer, monkeypatch)
     swarm = Joining(50, replicas=(2, donors, 2), rate_bps=1e6, come_at=12)
@@ -231,7 +231,7 @@ def test_a_donor_that_needs_long_is_asked_again_when_the_others_give_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All copies of one are being read, and it says so at once; the other has a big state."""
-    monkeypatch.setattr(joining, "OTHERS_S", 0.2)
+    monkeypatch.setattr("peer.donors.OTHERS_S", 0.2)
     monkeypatch.setattr(snapshots, "WAIT_S", 0.1)
 
     async def full(donor: Donor, honest: Any, body: dict[str, Any]) -> Message:

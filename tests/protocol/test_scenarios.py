@@ -229,7 +229,7 @@ def test_a_real_failure_is_found_shrunk_and_replayed(
         assert len(text) < len(failed["drawn"])
         assert fails(smallest) == failed["failure"]
         with pytest.raises(AssertionError) as caught:
-            run_or_shrink(failed["seed"])
+            run_or_shrink(failed["seed"], shrink_s=2.0)
         assert "--replay '{" in caught.value.__notes__[-1]
     assert fails(smallest) is None  # the same, with the defect mended
     assert scenarios.main(arguments) == 1  # nothing is left to do, and what failed is remembered

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from peer.calls import MicrobatchCall
+from peer.evaluations import Evaluations
 from peer.stage_server import StageServer
 from swarm.compute import InlineCompute
 from swarm.errors import RefusedError, SwarmError
@@ -49,7 +50,8 @@ def test_a_replica_refuses_it(method: str, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(server, "_serve", serve)
         monkeypatch.setattr(server.uploader, "begin", begin)
         server.parts.see(CALL.term)
-        handle: Any = server.methods()[method].handle
+        methods = {**server.methods(), **Evaluations(server).methods()}
+        handle: Any = methods[method].handle
         channel = SimpleNamespace(peer="b")
         for wrong in (2, -1, 2**40):
             with pytest.raises(SwarmError, match=f"tensor 1 holds {wrong}, 0 to 1 exp") as refused:

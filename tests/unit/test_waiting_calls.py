@@ -13,12 +13,8 @@ import pytest
 import torch
 
 from peer.calls import FIELDS_CODEC, MicrobatchCall
-from peer.stage_server import (
-    CALLS_OF_A_MICROBATCH,
-    EVALUATED_AT_ONCE,
-    EVALUATIONS,
-    StageServer,
-)
+from peer.evaluations import EVALUATED_AT_ONCE, EVALUATIONS, Evaluations
+from peer.stage_server import CALLS_OF_A_MICROBATCH, StageServer
 from swarm.ahead import Ahead
 from swarm.compute import InlineCompute, Kind, Task, Timed
 from swarm.delayed_state import new_state
@@ -80,13 +76,14 @@ class Replica:
         )
         self.server.uploader = self.uploader = CountingUploader(self.state.device)
         self.server.parts.see(NOW)
+        self.methods = {**self.server.methods(), **Evaluations(self.server).methods()}
         self.calls: list[asyncio.Task[Message | None]] = []
 
     async def call(
         self, method: str, body: dict[str, Any], peer: str = "b"
     ) -> asyncio.Task[Message | None]:
         """After all that it does without waiting."""
-        handle: Any = self.server.methods()[method].handle
+        handle: Any = self.methods[method].handle
         channel = SimpleNamespace(peer=peer)
         self.calls.append(asyncio.ensure_future(handle(channel, Message(body, FIELDS))))
         await all_that_needs_no_waiting()
