@@ -4,7 +4,8 @@
 PYTHON ?= python3
 , := ,
 BIN := .venv/bin
-# What pip says of index settings of this machine is noise; what goes wrong is shown.
+# What pip says of index settings of this machine is noise; what goes wrong is shown. Most of what
+# is installed is never imported, so it is not compiled before.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INPUTS := pyproject.toml constraints.txt
 SIMULATED := tests/unit tests/conformance tests/protocol
@@ -18,11 +19,12 @@ define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "needs Python 3.11 or newer, as in: make PYTHON=python3.12"; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
-	@$(PIP) install -c constraints.txt -e '.$(1)' 2>.venv/pip.log || { cat .venv/pip.log; exit 1; }
+	@$(PIP) install --no-compile -c constraints.txt -e '.$(1)' 2>.venv/pip.log || { cat .venv/pip.log; exit 1; }
 	@touch $(2)
 endef
 
-.PHONY: demo test test-simulated test-failures test-process lint bench bench-wan clean setup setup-test setup-lan
+.PHONY: demo test test-simulated test-failures test-process lint lint-packages lint-benchmarks \
+  bench bench-wan clean setup setup-test setup-lan
 
 demo: .venv/.stamp
 	@$(BIN)/swarm demo
@@ -60,7 +62,12 @@ test-process: .venv/.stamp-test
 lint: .venv/.stamp-test
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --quiet --check .
+	@$(MAKE) --no-print-directory --jobs 2 --output-sync lint-packages lint-benchmarks
+
+lint-packages:
 	@$(BIN)/python -m mypy
+
+lint-benchmarks:
 	@cd benchmarks && MYPYPATH=.:wan:../tests/browser:.. ../$(BIN)/python -m mypy \
 		--config-file ../pyproject.toml --explicit-package-bases *.py wan/*.py
 

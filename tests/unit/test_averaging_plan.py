@@ -21,6 +21,7 @@ from swarm.averaging.plan import (
     balanced_shares,
     chunk_sizes,
     learned_rate,
+    learned_rates,
     link_rates,
     make_plan,
     split,
@@ -257,6 +258,17 @@ def test_the_leader_learns_links_round_by_round() -> None:
     for odd in (None, [-1, 0, 0], [0.5], ["x"], [1 << 63], [0] * 1025):
         with pytest.raises(WireError):
             Prepared([], 0.0).note_rates("a", {"rates": odd})
+
+
+def test_links_are_learned_evenly_at_first_then_the_slowest_sums_least() -> None:
+    rates = learned_rates([(0.0, 0.0)] * 3, [[0, 900.0, 90.0], [900.0, 0, 90.0], [900.0, 900.0, 0]])
+    assert rates == [(1800.0, 990.0), (1800.0, 990.0), (180.0, 1800.0)]
+    shares = balanced_shares(rates, 4, 4)
+    assert shares is not None
+    assert shares[0] == shares[1] > shares[2] == 0
+    rates = learned_rates(rates, [[0, 900.0, 180.0], [900.0, 0, 180.0], [0, 0, 0]])
+    assert rates[2][0] == 270.0, "half way"
+    assert rates[2][1] == 1800.0, "unseen, and no other is faster"
 
 
 def test_a_link_that_became_better_is_tried_again() -> None:

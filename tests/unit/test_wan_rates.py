@@ -283,20 +283,6 @@ def test_a_line_of_the_table_is_of_its_own_connections(capsys: pytest.CaptureFix
     assert "3.000 (2.50)    4.000 (2.00)       0.75x         0.60" in capsys.readouterr().out
 
 
-def test_parts_follow_the_lines_that_were_seen() -> None:
-    """As a leader learns them: evenly at first, then the slowest sums least."""
-    links = averaging.Links(3)
-    assert links.shares() is None
-    links.learn([[0, 900.0, 90.0], [900.0, 0, 90.0], [900.0, 900.0, 0]])
-    assert links.rates == [(1800.0, 990.0), (1800.0, 990.0), (180.0, 1800.0)]
-    shares = links.shares()
-    assert shares is not None
-    assert shares[0] == shares[1] > shares[2] == 0
-    links.learn([[0, 900.0, 180.0], [900.0, 0, 180.0], [0, 0, 0]])
-    assert links.rates[2][0] == 270.0, "half way"
-    assert links.rates[2][1] == 1800.0, "unseen, and no other is faster"
-
-
 def test_a_line_of_unlike_parts(capsys: pytest.CaptureFixture[str]) -> None:
     medians = {"1": 9.0, "split": 6.0, "gloo": 12.0, "split busy": 5.0}
     found = averaging.split_compared("mixed", 4, "bbr", medians, 2.0)
