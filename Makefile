@@ -4,8 +4,7 @@
 PYTHON ?= python3
 , := ,
 BIN := .venv/bin
-# What pip says of index settings of this machine is noise; what goes wrong is shown. Most of what
-# is installed is never imported, so it is not compiled before.
+# What pip says of index settings of this machine is noise; what goes wrong is shown.
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INPUTS := pyproject.toml constraints.txt
 SIMULATED := tests/unit tests/conformance tests/protocol
@@ -19,7 +18,7 @@ define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "needs Python 3.11 or newer, as in: make PYTHON=python3.12"; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv
-	@$(PIP) install --no-compile -c constraints.txt -e '.$(1)' 2>.venv/pip.log || { cat .venv/pip.log; exit 1; }
+	@$(PIP) install -c constraints.txt -e '.$(1)' 2>.venv/pip.log || { cat .venv/pip.log; exit 1; }
 	@touch $(2)
 endef
 
@@ -64,10 +63,10 @@ lint: .venv/.stamp-test
 	@$(BIN)/ruff format --quiet --check .
 	@$(MAKE) --no-print-directory --jobs 2 --output-sync lint-packages lint-benchmarks
 
-lint-packages:
+lint-packages: .venv/.stamp-test
 	@$(BIN)/python -m mypy
 
-lint-benchmarks:
+lint-benchmarks: .venv/.stamp-test
 	@cd benchmarks && MYPYPATH=.:wan:../tests/browser:.. ../$(BIN)/python -m mypy \
 		--config-file ../pyproject.toml --explicit-package-bases *.py wan/*.py
 

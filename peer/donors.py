@@ -78,6 +78,8 @@ class Donors:
 
         Who keeps the others waiting is put aside, and asked again, with patience, only when they
         have no copy to give: an honest donor may need minutes for a big state.
+
+        Raises RefusedError when none gives one.
         """
         aside = {name: c for name, c in channels.items() if name in self.late}
         prompt = {name: c for name, c in channels.items() if name not in aside}
@@ -99,7 +101,7 @@ class Donors:
     async def _described_by(
         self, channels: Mapping[str, Channel], *, patient: bool
     ) -> tuple[tuple[Description, list[str]] | None, set[str]]:
-        """As `_describe`, or None; and who gave no answer, or not what it had offered."""
+        """As `describe`, or None; and who gave no answer, or not what it had offered."""
         # Who is asked again may have a copy by now, made for the question that it did not answer.
         ask = {"offer": True, "anew": self._begun() is None and not patient}
         answers, owing = await _gather(

@@ -27,9 +27,10 @@ class Evaluations:
     def __init__(self, server: StageServer) -> None:
         self.server = server
         self._in_progress: Counter[str] = Counter()  # by whom
-        self._on_device = asyncio.Semaphore(EVALUATED_AT_ONCE)
+        self._evaluating = asyncio.Semaphore(EVALUATED_AT_ONCE)
 
     def methods(self) -> dict[str, Method]:
+        """What other peers may call here."""
         return {"evaluate": Method(self._evaluate, self._check)}
 
     def _check(self, body: Mapping[str, Any], metas: Sequence[TensorMeta]) -> None:
@@ -58,13 +59,13 @@ class Evaluations:
         if server.parts.ledger.step < step <= server.parts.ledger.step + len(server.parts):
             await server.parts.commit_of(step - 1)
         is_last = hop == len(route) - 1
-        async with self._on_device:
+        async with self._evaluating:
             if server.parts.ledger.step != step:
                 what = f"at step {server.parts.ledger.step}, not {step}"
                 raise CallFailedError("refused", what, hop=hop)
             arrivals = server.uploader.begin(tensors)
             timed = await server.compute.run(
-                Kind.FORWARD, lambda: server.on_device.evaluation(arrivals, is_last=is_last), step
+                Kind.FORWARD, lambda: server.stage_tasks.evaluation(arrivals, is_last=is_last), step
             )
         losses, y = timed.value
         if is_last:

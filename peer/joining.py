@@ -56,7 +56,7 @@ class CatchUp:
         say: Callable[[str], None] = lambda line: None,
         first_weights: Callable[[], Mapping[str, Tensor]] | None = None,
     ) -> None:
-        self.server, self.commits, self.links, self.random = server, commits, links, rng
+        self.server, self.commits = server, commits
         self.say, self._first_weights = say, first_weights
         commits.before_commit = self._before_commit
         self.tasks = TaskSet()

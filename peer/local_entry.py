@@ -49,9 +49,8 @@ def preload(model_type: str | None) -> None:
         importlib.import_module("swarm.model.huggingface")
         with contextlib.suppress(Exception):  # the leader says what is wrong with the model
             AutoModelForCausalLM._model_mapping[type(AutoConfig.for_model(model_type))]
-    else:
-        # A pipeline is tried on the meta device, the first use of which imports for over a second.
-        torch.nn.Linear(1, 1, device="meta")(torch.empty(1, 1, device="meta"))
+    # Models are tried on the meta device, the first use of which imports for over a second.
+    torch.nn.Linear(1, 1, device="meta")(torch.empty(1, 1, device="meta"))
     if torch.cuda.is_initialized():
         raise RuntimeError("the imports have started CUDA")
 

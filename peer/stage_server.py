@@ -107,7 +107,7 @@ class StageServer:
         self.returned_raw_bytes = 0  # the same before the codec
         self.fields = sorted(pipeline.batch_spec)
         self.field_specs = [pipeline.batch_spec[name] for name in self.fields]
-        self.on_device = StageTasks(stage, state, self.parts, self.fields, codecs)
+        self.stage_tasks = StageTasks(stage, self.parts, self.fields, codecs)
         last = stage == pipeline.num_stages - 1
         self._inputs = pipeline.boundary(stage - 1) if stage > 0 else ()
         self._outputs = () if last else pipeline.boundary(stage)
@@ -257,7 +257,9 @@ class StageServer:
                 raise asyncio.CancelledError
             self.probe("forward", step=call.step, index=call.index)
             timed = await self.compute.run(
-                Kind.FORWARD, lambda: self.on_device.forward(part, work, call, arrivals), call.step
+                Kind.FORWARD,
+                lambda: self.stage_tasks.forward(part, work, call, arrivals),
+                call.step,
             )
         except BaseException as error:
             self._release(work)
@@ -333,7 +335,7 @@ class StageServer:
             arrivals = self.uploader.begin(gradients)
             timed = await self.compute.run(
                 Kind.BACKWARD,
-                lambda: self.on_device.backward(part, work, call, graph, arrivals, count_it=True),
+                lambda: self.stage_tasks.backward(part, work, call, graph, arrivals, count_it=True),
                 call.step,
             )
         except BaseException as error:
@@ -365,14 +367,14 @@ class StageServer:
         """A counted microbatch whose answers were evicted: the same again, adding nothing."""
         arrivals = self.uploader.begin(tensors)
         forward = await self.compute.run(
-            Kind.FORWARD, lambda: self.on_device.forward(part, work, call, arrivals), call.step
+            Kind.FORWARD, lambda: self.stage_tasks.forward(part, work, call, arrivals), call.step
         )
         graph, y = forward.value
         below, gradients = await self._go_on(call, tensors, y)
         returned = self.uploader.begin(gradients)
         backward: Timed[tuple[list[WireTensor], bool]] = await self.compute.run(
             Kind.BACKWARD,
-            lambda: self.on_device.backward(part, work, call, graph, returned, count_it=False),
+            lambda: self.stage_tasks.backward(part, work, call, graph, returned, count_it=False),
             call.step,
         )
         return self._answer(work, below, backward.value[0])

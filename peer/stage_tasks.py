@@ -1,7 +1,8 @@
 """What a replica has its device do for a stage: forward, backward, evaluation.
 
-Each is a task of `swarm.compute`: it starts copies to and from the device, and gives what is to be
-done once the device is through, where numbers are checked before anything leaves.
+Each is a task of `swarm.compute`: it takes what has arrived, starts the copies from the device, and
+gives what is to be done once the device is through. What a forward or a backward gives is checked
+before it leaves.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from peer.calls import MicrobatchCall
 from peer.kept import Work
 from peer.parts import Part, Parts
 from swarm.compute import Result
-from swarm.delayed_state import State
 from swarm.device import Arrivals, Departures, Downloader
 from swarm.finite import NotFiniteError, finite, proven, totals
 from swarm.stage_state import Graph
@@ -23,19 +23,21 @@ from swarm.wire.codecs import WireTensor
 
 
 class StageTasks:
-    """Those of one stage, with `state` and the versions of it that `parts` keep."""
+    """Those of one stage, with the versions of its state that `parts` keep."""
 
     def __init__(
-        self, stage: int, state: State, parts: Parts, fields: Sequence[str], codecs: BoundaryCodecs
+        self, stage: int, parts: Parts, fields: Sequence[str], codecs: BoundaryCodecs
     ) -> None:
-        self.stage, self.state, self.parts = stage, state, parts
-        self.fields, self.codecs = fields, codecs
-        self.downloader = Downloader(state.device)
+        self.stage, self.parts, self.fields, self.codecs = stage, parts, fields, codecs
+        self.downloader = Downloader(parts.state.device)
 
     def forward(
         self, part: Part, work: Work, call: MicrobatchCall, arrivals: Arrivals
     ) -> Result[tuple[Graph, list[WireTensor]]]:
-        """What its backward needs, and what goes downstream."""
+        """What its backward needs, and what goes downstream.
+
+        Raises NotFiniteError for what is no number, unless that came in.
+        """
         arrived = arrivals.tensors()
         batch, inputs = self._named(arrived)
         divisor = call.divisor if call.is_last else None
@@ -68,7 +70,11 @@ class StageTasks:
         *,
         count_it: bool,
     ) -> Result[tuple[list[WireTensor], bool]]:
-        """What goes upstream, and whether something that is no number was let through."""
+        """What goes upstream, and whether something that is no number was let through.
+
+        Raises NotFiniteError as `forward` does; where the device is not waited for, what was added
+        up by then is marked `spoiled`.
+        """
         gradients = arrivals.tensors()
         came = totals(gradients)
         departures: Departures | None = None
@@ -111,9 +117,10 @@ class StageTasks:
     def evaluation(
         self, arrivals: Arrivals, *, is_last: bool
     ) -> Result[tuple[list[float], list[WireTensor]]]:
-        """Forward only, at the newest state: what goes downstream, or the sum of the losses."""
+        """Forward only, at the newest state: the sum of the losses of the last stage, and what goes
+        downstream of the others."""
         batch, inputs = self._named(arrivals.tensors())
-        outputs = self.state.evaluate(inputs, batch)
+        outputs = self.parts.state.evaluate(inputs, batch)
         sent = () if is_last else self.codecs.pack(outputs, self.stage, FORWARD, None)
         departures = self.downloader.begin(sent, outputs[:1] if is_last else ())
         return departures.then(lambda: (departures.numbers(), departures.wires()))

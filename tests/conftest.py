@@ -4,11 +4,13 @@ half a second each time, a sixth of what simulations take."""
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 
 
 @pytest.fixture(scope="module", autouse=True)
-def collect_only_what_is_new() -> None:
-    gc.collect()
+def collect_only_what_is_new() -> Iterator[None]:
     gc.freeze()
+    yield
+    gc.collect()

@@ -236,7 +236,10 @@ def learned_rate(before: float, now: float, fastest: float) -> float:
 def learned_rates(
     before: Sequence[tuple[float, float]], came: Sequence[Sequence[float]]
 ) -> list[tuple[float, float]]:
-    """(sent, received) as believed of each member after a round, `came` as for `link_rates`."""
+    """(sent, received) bytes per second as believed of each member, at least one, after a round.
+
+    `came` is as for `link_rates`, and in its order what was believed `before`, 0 for nothing.
+    """
     seen = link_rates(came)
     sent, received = (max(rates) for rates in zip(*seen, strict=True))
     return [

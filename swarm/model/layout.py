@@ -308,10 +308,10 @@ def _fingerprint_of(tensor: Tensor) -> int:
     weights = _odd_weights(FINGERPRINT_ROW, words.device)
     rows = FINGERPRINT_ROWS if words.device.type == "cpu" else GPU_FINGERPRINT_ROWS
     whole = words.numel() // FINGERPRINT_ROW * FINGERPRINT_ROW
-    sums = [
-        (block.view(-1, FINGERPRINT_ROW) * weights).sum(dim=1)
-        for block in words[:whole].split(FINGERPRINT_ROW * rows)
-    ]
+    sums = [words.new_empty(0)]
+    if whole:
+        blocks = words[:whole].split(FINGERPRINT_ROW * rows)
+        sums += [(block.view(-1, FINGERPRINT_ROW) * weights).sum(dim=1) for block in blocks]
     if whole < words.numel():
         rest = words[whole:]
         sums.append((rest * weights[: rest.numel()]).sum().view(1))

@@ -226,9 +226,8 @@ def test_a_daemon_that_stands_still_is_not_waited_for(monkeypatch: pytest.Monkey
             assert process is not None
             process.send_signal(signal.SIGSTOP)
             try:
-                daemon = psutil.Process(process.pid)
-                while daemon.status() != psutil.STATUS_STOPPED:  # noqa: ASYNC110 - no event says so
-                    await asyncio.sleep(0.01)
+                stopped = os.WSTOPPED | os.WNOWAIT
+                await asyncio.to_thread(os.waitid, os.P_PID, process.pid, stopped)
                 async with asyncio.timeout(SOON_S):
                     stream = await here.dial(
                         there.peer_id, "/echo/1", there.addresses, connection=1

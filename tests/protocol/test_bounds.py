@@ -94,16 +94,14 @@ class Flooded(Swarm):
         """The method, body and tensors of each."""
         if number < MAX_STREAMS:
             yield "snapshot", {}, []  # which it reads for ever: another copy than the other streams
-        if number == 0 and target == LEADER:
-            yield from [("hashes", {}, [])] * (MAX_CALLS - 1)
-        elif number == 0:
+        if number == 0 and target != LEADER:
             yield from self.evaluations(MAX_CALLS - 1)
         elif number == 1:
             for _ in range(MAX_CALLS - 1):
                 record = self.members["r1.0"].commits.record
                 yield "gradient", {"step": record.step, "start": 0}, []
         elif number == 2:
-            yield "hashes", {}, []
+            yield from [("hashes", {}, [])] * (MAX_CALLS // 2)
             yield from [("snapshot", {"offer": True}, [])] * (20 * MAX_CALLS)
 
     def evaluations(self, num: int) -> Iterator[tuple[str, dict[str, Any], list[Any]]]:

@@ -76,7 +76,7 @@ def unsent(swarm: Swarm, who: str) -> None:
     """Its next backward cannot be encoded, as where there is no memory left."""
     server = swarm.members[who].server
     assert server is not None
-    tasks = server.on_device
+    tasks = server.stage_tasks
     codecs = tasks.codecs
 
     def pack(tensors: Any, boundary: int, direction: str, microbatch: Any) -> Any:
@@ -85,7 +85,7 @@ def unsent(swarm: Swarm, who: str) -> None:
         tasks.codecs = codecs
         raise RuntimeError("no memory to encode it in")
 
-    tasks.codecs = SimpleNamespace(name=codecs.name, pack=pack)  # type: ignore[assignment]
+    tasks.codecs = SimpleNamespace(pack=pack)  # type: ignore[assignment]
 
 
 def not_uploaded(swarm: Swarm, who: str) -> None:
@@ -178,7 +178,7 @@ def test_what_a_device_reports_late_voids_what_its_replica_had_counted(
     def failing(swarm: Swarm, who: str) -> None:
         server = swarm.members[who].server
         assert server is not None
-        tasks = server.on_device
+        tasks = server.stage_tasks
         downloader = tasks.downloader
 
         class Failing(LateDownloader):

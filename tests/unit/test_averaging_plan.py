@@ -261,7 +261,9 @@ def test_the_leader_learns_links_round_by_round() -> None:
 
 
 def test_links_are_learned_evenly_at_first_then_the_slowest_sums_least() -> None:
-    rates = learned_rates([(0.0, 0.0)] * 3, [[0, 900.0, 90.0], [900.0, 0, 90.0], [900.0, 900.0, 0]])
+    unknown = [(0.0, 0.0)] * 3
+    assert balanced_shares(unknown, 4, 4) is None
+    rates = learned_rates(unknown, [[0, 900.0, 90.0], [900.0, 0, 90.0], [900.0, 900.0, 0]])
     assert rates == [(1800.0, 990.0), (1800.0, 990.0), (180.0, 1800.0)]
     shares = balanced_shares(rates, 4, 4)
     assert shares is not None

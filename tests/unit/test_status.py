@@ -11,10 +11,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.main import get_command
+from typer.testing import CliRunner
 
 import peer.status
 from peer.cli.swarm_program import app
@@ -24,7 +23,6 @@ from peer.training import StepResult
 from swarm.errors import JoinError, UnreachableError
 from swarm.net.link import format_link
 
-COMMAND = get_command(app)  # made once: that takes longer than what it does here
 LINK = format_link(
     "1" * 32, ["/ip4/127.0.0.1/tcp/9/p2p/12D3KooWG7BgmA4F1dgZzHfCDAramYf1PjfKyJwGTBUeDmrMy4hL"]
 )
@@ -52,7 +50,7 @@ def shown(monkeypatch: pytest.MonkeyPatch, status: dict[str, Any], *flags: str) 
         return status
 
     monkeypatch.setattr(peer.status, "_ask_status", ask)
-    result = CliRunner().invoke(COMMAND, ["status", LINK, *flags])
+    result = CliRunner().invoke(app, ["status", LINK, *flags])
     assert result.exit_code == 0, result.output
     assert result.stderr == ""
     return result.stdout
@@ -98,7 +96,7 @@ def test_deep_and_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     status = tmp_path / "status.json"
     for text in ("[" * 10**5, "{}]", '"finished"', '{"step": ' + "9" * 5000 + "}", "\x00"):
         status.write_text(text)
-        result = CliRunner().invoke(COMMAND, ["status", str(tmp_path)])
+        result = CliRunner().invoke(app, ["status", str(tmp_path)])
         assert result.exit_code == 4, result.output
         assert result.stderr.startswith("error: ")
         assert result.stderr.count("\n") == 1
