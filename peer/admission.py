@@ -237,8 +237,7 @@ class Admission:
     def _waits(self, member: Member, step: Step) -> bool:
         if self.leader.members.can_spare(member) or member.incarnation in step.active:
             return False
-        if member.standing is Standing.SERVING:
-            return self.leader.plan.ahead.steps_in_flight > 1  # in another step
+        # One that serves may take part in another step, or could be spared when this one began.
         return member.standing is not Standing.JOINING
 
     async def hold(self, step: Step, worked_s: float) -> bool:

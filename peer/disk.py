@@ -71,14 +71,7 @@ class FileDisk:
             try:
                 value = msgpack.unpackb(data)
                 self.vote, self.id = Vote.unpack(value), str(value["disk"])
-            except (
-                WireError,
-                KeyError,
-                TypeError,
-                ValueError,
-                AttributeError,
-                msgpack.UnpackException,
-            ):
+            except (WireError, KeyError, TypeError, ValueError, msgpack.UnpackException):
                 raise StorageError(
                     f"{self._path} is damaged",
                     "remove it: this trainer has then lost its memory (docs/operations.md)",

@@ -213,7 +213,7 @@ class Leader:
         self.adopting = self.averaging = False
         self.live.remove(step)
         self.wake.set()  # nothing of a newer step waits for it any more
-        self.watch.calm()
+        self.watch.calm(step.active)
         self.probe("record", step=record.step)
         self._announce_commit(step, record)
         self.last_step_s = loop.time() - began
@@ -333,6 +333,7 @@ class Leader:
             loop = asyncio.get_running_loop()
             seconds = HOLD_OFF_S * 2 ** min(member.hold_offs, 5)
             member.hold_offs += 1
+            self.watch.judged(replica)
             member.held_off_until = loop.time() + seconds
             loop.call_later(seconds, self.wake.set)
 
@@ -377,9 +378,7 @@ class Leader:
             answer = await self.watch.ask(
                 channel, "prepare", {"term": list(self.term), "disk": quorum.disk_id}
             )
-            vote = answer.get("vote")
-            if isinstance(vote, dict):
-                quorum.heard_of(Vote.unpack(vote).promised)
+            quorum.heard_of(Vote.unpack(answer.get("vote")).promised)
 
         others = [trainer for trainer in quorum.trainers if trainer != quorum.me]
         for result in await asyncio.gather(*map(one, others), return_exceptions=True):

@@ -374,6 +374,8 @@ class Microbatches:
 
     async def _fence_or_expel(self, step: Step, issue: Issue, suspect: str, why: str) -> None:
         leader = self.leader
+        if not step.is_open(issue):
+            return  # issued again: who knows the newer try cannot be fenced from this one
         body = {
             "term": list(leader.term),
             "step": step.number,
@@ -395,7 +397,7 @@ class Microbatches:
             return
         if answer.get("fenced") is True:
             step.fenced(issue, suspect)
-        elif answer.get("reason") != "counted":
+        elif step.is_open(issue) and answer.get("reason") != "counted":
             leader.expel(step, suspect, f"{why}; {answer.get('reason')!s}")
 
 

@@ -333,7 +333,12 @@ class Quorum:
         self._tell_once(f"this trainer does not count for {trainer[-8:]}: {error.message}")
         theirs = error.detail["stranger"]
         if isinstance(theirs, bytes) and theirs:
-            await self._learn(Record.unpack(theirs))
+            try:
+                record = Record.unpack(theirs)
+            except WireError as odd:
+                log.debug("a record of %s: %s", trainer[-8:], odd)
+                return
+            await self._learn(record)
         if reason := stranger(self.vote, self.me, self._disk.id):
             raise SupersededError(reason)
         if self.vote.committed is not None:

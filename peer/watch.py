@@ -12,13 +12,17 @@ nothing comes from gets no new work while its stage has others, which costs noth
 Once a step waits for suspects alone, waiting longer than it takes to compute their share again is
 a loss, and they are left out of the step; they are taken back as soon as they answer, and waited
 for twice as long the next time: else a step whose microbatches take longer might never end.
+
+All that counts against a replica fades with the steps that it helps to make: in days anybody is
+left out now and then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from swarm.errors import StreamClosedError, SwarmError
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
 
 LOOK_S = 2.0
 LISTEN_S = 0.25
+CALM_STEPS = 20  # made without a verdict on it, for which one of a replica is forgotten
 ANSWER_S = 30.0  # for what an event loop answers by itself, behind what is being sent
 
 
@@ -52,6 +57,7 @@ class Watch:
         self._strikes: dict[str, int] = {}  # how often it was left out as hung
         self._alarms: dict[str, int] = {}  # how often as silent, of late
         self._alarmed: set[str] = set()  # since the last commit
+        self._well: Counter[str] = Counter()  # commits it was in since the last verdict
         self.moved_at = 0.0  # when a microbatch was last issued or acknowledged
         self.suspects: set[str] = set()  # silent for longer than a heartbeat explains
 
@@ -71,14 +77,34 @@ class Watch:
         self._heard.pop(replica, None)
         self._strikes.pop(replica, None)
         self._alarms.pop(replica, None)
+        self._well.pop(replica, None)
         self.suspects.discard(replica)
 
-    def calm(self) -> None:
-        """A step was committed. Whoever was not left out in it has one alarm less."""
+    def judged(self, replica: str) -> None:
+        """It is left out for a reason that counts against it for some time."""
+        self._well.pop(replica, None)
+
+    def calm(self, members: Iterable[str]) -> None:
+        """A step was committed by these. Whoever was not left out in it has one alarm less, and of
+        the verdicts on those that have had a part in many, one is forgotten."""
         for name in self._alarms.keys() - self._alarmed:
             self._alarms[name] -= 1
         self._alarms = {name: alarms for name, alarms in self._alarms.items() if alarms}
         self._alarmed.clear()
+        for name in members:
+            self._well[name] += 1
+            if self._well[name] >= CALM_STEPS:
+                self._well[name] = 0
+                self._forgive(name)
+
+    def _forgive(self, replica: str) -> None:
+        member = self.leader.members.get(replica)
+        if member is not None:
+            member.hold_offs = max(0, member.hold_offs - 1)
+        if self._strikes.get(replica, 0) > 1:
+            self._strikes[replica] -= 1
+        else:
+            self._strikes.pop(replica, None)
 
     def patience_of(self, replica: str, *, updating: bool = False) -> float:
         rates = self.leader.router.measured()
@@ -157,6 +183,7 @@ class Watch:
                 member.reason = reason
             return
         self._strikes[replica] = self._strikes.get(replica, 0) + 1
+        self.judged(replica)
         self.leader.router.failed(replica, "timeout", loop.time())
         self.leader.expel(step, replica, reason)
 

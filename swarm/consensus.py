@@ -84,8 +84,10 @@ class Vote:
         }
 
     @classmethod
-    def unpack(cls, value: Mapping[str, Any]) -> Vote:
+    def unpack(cls, value: object) -> Vote:
         """Raises WireError."""
+        if not isinstance(value, dict):
+            raise WireError("a vote that makes no sense")
         accepted: Acceptance | None = None
         match value.get("accepted"):
             case None:

@@ -163,15 +163,19 @@ class Step:
         self.begun.discard(issue.index)
         return True
 
+    def is_open(self, issue: Issue) -> bool:
+        """Whether that try is under way still: no other of its microbatch can be."""
+        return self.open.get(issue.index) == issue.try_
+
     def give_back(self, issue: Issue) -> None:
         """A try failed without anybody being to blame, or after the blame was settled."""
-        if self.open.get(issue.index) == issue.try_:
+        if self.is_open(issue):
             del self.open[issue.index]
 
     def fenced(self, issue: Issue, replica: str) -> None:
         """`replica` has confirmed that it has not counted `issue` and never will at this try."""
         hops = self.hops[issue.index]
-        if self.open.get(issue.index) == issue.try_ and replica in hops:
+        if self.is_open(issue) and replica in hops:
             hops[hops.index(replica)] = None
 
     def holds(self, index: int, replica: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -17,6 +18,7 @@ from peer.leader import Leader
 from peer.members import Member, Standing
 from peer.microbatches import MAX_FAILURES
 from peer.quorum import Quorum
+from swarm.consensus import Vote
 from swarm.errors import StageFailedError, SwarmError
 from swarm.net.channel import CallFailedError, Message
 from swarm.sim.virtual_time import run
@@ -130,6 +132,47 @@ def test_averaging_is_not_ordered_while_a_hop_is_being_replaced() -> None:
         leader._all_given(step)
         assert leader.averager._early is not None
         await leader.tasks.aclose()
+
+    run(main(), limit_s=100)
+
+
+def test_nobody_is_fenced_from_a_try_that_is_over() -> None:
+    """The suspect is expelled, so the microbatch is issued again: whoever holds it may know the
+    newer try already, and would be expelled for saying so."""
+
+    async def main() -> None:
+        leader, step = make({"fenced": False, "reason": "spoiled"})
+        issue = step.issue(0, 0.0)
+        assert issue is not None
+        microbatches = leader.microbatches_of(step)
+        for failures in (1, 2):
+            microbatches._failures[0] = failures
+            await microbatches._resolve(step, issue, 1, "failed", "a kernel failed")
+            assert set(step.expelled) == {issue.route[1]}
+        await leader.aclose()
+
+    run(main(), limit_s=100)
+
+
+ODD_VOTES: list[Any] = [5, [], b"", {"accepted": 3}, {"promised": 1}, {"committed": b"x"}]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [{}, *({"vote": vote} for vote in ODD_VOTES), CallFailedError("refused", "no", stranger=b"x")],
+    ids=str,
+)
+def test_a_trainer_that_answers_oddly_is_asked_again(
+    odd: dict[str, Any] | CallFailedError,
+) -> None:
+    async def main() -> None:
+        quorum = Quorum(["t0", "t1"], "t0", MemoryDisk())
+        links = quorum.links = Odd(odd)  # type: ignore[assignment]
+        asking = asyncio.ensure_future(quorum._ask("t1", "prepare", {}, asyncio.Event()))
+        await asyncio.sleep(1.0)
+        assert not asking.done()
+        links.answer = {"vote": Vote().pack(), "disk": "its disk", "yes": True}  # type: ignore[attr-defined]
+        assert await asking == Vote()
 
     run(main(), limit_s=100)
 

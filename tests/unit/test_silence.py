@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from peer.watch import Watch
+from peer.watch import CALM_STEPS, Watch
 from swarm.patience import SUSPECT_S
 from swarm.routing import Router
 from swarm.sim.virtual_time import run
@@ -25,6 +25,8 @@ class Stuttering:
         self.wake = asyncio.Event()
         self.links = SimpleNamespace(open_channel=self._channel)
         self.expelled = asyncio.Event()
+        self.step = None
+        self.members = {name: SimpleNamespace(hold_offs=0) for name in ("slow", "twin")}
         leader: Any = self
         self.watch = Watch(leader)
 
@@ -70,11 +72,35 @@ def test_each_silence_is_waited_for_twice_as_long_until_steps_went_well() -> Non
         waited = []
         for quiet_steps in (0, 0, 1, 9):
             waited.append(await leader.waited_s())
-            leader.watch.calm()  # the step it was left out in
+            leader.watch.calm({"twin"})  # the step it was left out in
             for _ in range(quiet_steps):
-                leader.watch.calm()
+                leader.watch.calm({"slow", "twin"})
         return [*waited, await leader.waited_s()]
 
     share_s = SHARE * SERVICE_S
     expected = [share_s, 2 * share_s, 4 * share_s, 4 * share_s, share_s]
     assert run(main()) == pytest.approx(expected, abs=0.5)
+
+
+def test_verdicts_are_forgotten_with_the_steps_that_a_replica_helps_to_make() -> None:
+    """Else one that is left out now and then would in days be waited for without end."""
+
+    async def main() -> None:
+        leader = Stuttering()
+        watch, member = leader.watch, leader.members["slow"]
+        watch._strikes["slow"], member.hold_offs = 3, 2
+        patience_s = watch.patience_of("slow")
+        for _ in range(CALM_STEPS - 1):
+            watch.calm({"slow"})
+        watch.judged("slow")
+        for _ in range(CALM_STEPS - 1):
+            watch.calm({"slow"})
+        watch.calm({"twin"})
+        assert (watch.patience_of("slow"), member.hold_offs) == (patience_s, 2)
+        watch.calm({"slow"})
+        assert (watch.patience_of("slow"), member.hold_offs) == (patience_s / 2, 1)
+        for _ in range(4 * CALM_STEPS):
+            watch.calm({"slow"})
+        assert (watch.patience_of("slow"), member.hold_offs) == (patience_s / 8, 0)
+
+    run(main())
