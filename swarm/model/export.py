@@ -158,7 +158,7 @@ def _write_huggingface(
     state = pipeline.plain(state)
     buffers = {key: value for key, value in model.state_dict().items() if key not in state}
     if buffers and pipeline.pretrained is not None:
-        load_buffers(model, pipeline.pretrained)
+        load_buffers(model, pipeline.pretrained, pipeline.copied)
     model.load_state_dict({**buffers, **state}, assign=True)
     if tokenizer is not None and model.generation_config.eos_token_id is None:
         model.generation_config.eos_token_id = tokenizer.eos_id

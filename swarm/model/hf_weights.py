@@ -70,9 +70,9 @@ def load(
     _fill_buffers(model, source, directory, dtype)
 
 
-def load_buffers(model: Any, directory: Path) -> None:
+def load_buffers(model: Any, directory: Path, copied: Mapping[str, str]) -> None:
     """What `load` does, of the buffers alone. Raises ConfigError."""
-    _fill_buffers(model, _tensors_in(directory, model, {}), directory, torch.float32)
+    _fill_buffers(model, _tensors_in(directory, model, copied), directory, torch.float32)
 
 
 def check_weights(model: Any, directory: Path, layers: str, copied: Mapping[str, str]) -> None:

@@ -186,7 +186,8 @@ class HuggingFacePipeline(ModelPipeline):
             std = _frozen_std(text)
             self.basis = Basis(text.hidden_size, subspace, text.vocab_size, std, seed, layers)
         skeleton = self._skeleton(self.basis)
-        self._copied = _output_from_input(skeleton) if tied else {}
+        # Of the untied: which parameter takes whose weight in the directory.
+        self.copied = _output_from_input(skeleton) if tied else {}
         names = {name for name, _ in skeleton.named_parameters()}
         self.key_order = [key for key in skeleton.state_dict() if key in names]
         self.layer_costs = _costs(skeleton, text, self.anatomy, sequence)
@@ -272,7 +273,7 @@ class HuggingFacePipeline(ModelPipeline):
             if self.pretrained is None:
                 draw(model, self.seed)
             else:
-                load(model, self.pretrained, self._copied, self.autocast or torch.float32)
+                load(model, self.pretrained, self.copied, self.autocast or torch.float32)
         model.to(device)
         built.refresh_names()
         return built
@@ -290,7 +291,7 @@ class HuggingFacePipeline(ModelPipeline):
 
         if self.pretrained is not None:
             whole = self._skeleton(self.basis)
-            check_weights(whole, self.pretrained, self.anatomy.layers, self._copied)
+            check_weights(whole, self.pretrained, self.anatomy.layers, self.copied)
         check_runs(self.config, self.batch_spec["tokens"].shape[1])
         if self.num_stages > 1:
             check_splittable(self.config)

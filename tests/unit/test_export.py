@@ -22,6 +22,7 @@ from swarm.errors import ConfigError, DataError, StorageError, SwarmError
 from swarm.model import CustomPipeline, Pipeline
 from swarm.model.export import export_model
 from swarm.model.generate import evaluate, generate, load_exported
+from swarm.model.hf_carve import build_model
 from swarm.model.hf_config import inline_config, pretrained_config
 from swarm.model.huggingface import HuggingFacePipeline
 
@@ -92,6 +93,28 @@ def test_how_text_is_made_is_kept_of_a_model_that_is_trained_on(tmp_path: Path) 
     settings.write_text("[")
     with pytest.raises(DataError, match=r"cannot read .*generation_config\.json: .* - restore it"):
         exported(own)
+
+
+def test_a_tied_model_keeps_its_buffers(tmp_path: Path) -> None:
+    """Its directory has no weights for the output layer, which was copied from the embedding."""
+    sizes = {"head_dim": 8, "num_kv_shared_layers": 0, "sliding_window": 16,
+             "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 64,
+             "tie_word_embeddings": True}  # fmt: skip
+    config = inline_config({"model_type": "gemma4_text", **SIZES["llama"], **sizes}, 64)
+    model = build_model(config, empty=False)
+    scales = {n: b for n, b in model.named_buffers() if n.endswith("layer_scalar")}
+    assert len(scales) == 2
+    for number, scale in enumerate(scales.values()):
+        scale.fill_(0.5 + number)
+    model.save_pretrained(tmp_path / "in")
+    assert "lm_head.weight" not in load_file(tmp_path / "in" / "model.safetensors")
+    pipeline = HuggingFacePipeline(
+        pretrained_config(tmp_path / "in"), seed=1, num_stages=2, microbatch_size=1, sequence=16,
+        pretrained=tmp_path / "in",
+    )  # fmt: skip
+    directory = export_model(pipeline, weights(pipeline), tmp_path / "out")
+    found = dict(AutoModelForCausalLM.from_pretrained(directory).named_buffers())
+    assert all(torch.equal(found[name], scale) for name, scale in scales.items())
 
 
 def test_weights_of_other_sizes_are_refused_without_a_report_that_is_not_shown(
