@@ -99,7 +99,8 @@ def serve_stage(
     def remember(worked: str) -> None:
         from peer.disk import write_durably
 
-        with contextlib.suppress(StorageError):  # a convenience, not worth a failure
+        with contextlib.suppress(OSError, StorageError):  # a convenience, not worth a failure
+            home.mkdir(parents=True, exist_ok=True, mode=0o700)  # where the key is elsewhere
             write_durably(home / LAST_SWARM, worked.encode())
 
     process = PeerProcess(

@@ -29,6 +29,7 @@ from peer.cli.errors import READER_GONE, fail_in_one_line
 from peer.cli.peer_program import peer_app
 from peer.cli.swarm_program import app
 from peer.run_peer import Speaker
+from peer.serve import last_swarm
 from swarm.data.tokenizer import byte_tokenizer, train_bpe
 from swarm.errors import StorageError
 from swarm.model.hf_carve import ForeignLayer, Reached
@@ -600,6 +601,21 @@ def test_the_last_swarm_is_never_given_up(
     other = DEAD.replace(RUN_ID, RUN_ID[::-1])
     CliRunner().invoke(peer_app, ["--join", other, "--data-dir", str(tmp_path)])
     assert told == [math.inf, run_peer.NEW_LINK_S]
+
+
+def test_the_swarm_is_remembered_also_where_the_key_is_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The directory that would have the key is not there then."""
+
+    class Process(run_peer.PeerProcess):
+        async def run(self) -> None:
+            self._remember_link(self.link.addresses)
+
+    monkeypatch.setattr(run_peer, "PeerProcess", Process)
+    joined = CliRunner().invoke(peer_app, ["--join", DEAD, "--identity", "mine.key"])
+    assert joined.exit_code == 0, joined.output
+    assert last_swarm() == DEAD
 
 
 def test_trouble_is_said_once_a_minute() -> None:
