@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -59,10 +60,21 @@ def list_files(source: str, path: Path | None) -> list[Path]:
     if not root.is_dir():
         raise DataError(f"no data at {root}", "set data.path to a file or a directory")
     suffix = ".txt" if source == "text" else ".jsonl"
-    found = [p for p in root.rglob(f"*{suffix}") if p.is_file()]
+    found = [p for p in _walk(root) if p.name.endswith(suffix) and p.is_file()]
     if not found:
         raise DataError(f"no {suffix} files in {root}", "set data.path to where the data are")
     return sorted(found, key=lambda p: p.relative_to(root).as_posix())
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """What lies under a directory, links to directories not followed. `rglob` would leave out what
+    it cannot read without a word. Raises DataError."""
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"cannot read {error.filename}: {error.strerror}", UNREADABLE) from None
+
+    for folder, _, names in os.walk(root, onerror=refuse):
+        yield from (Path(folder, name) for name in names)
 
 
 def _stdlib_files() -> list[Path]:

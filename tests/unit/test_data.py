@@ -3,6 +3,7 @@ in the bytes."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -216,6 +217,40 @@ def test_texts_in_a_directory_are_each_cut_and_order_is_by_name(
     for i in range(3):
         for row in dataset.validation_batch(i)["tokens"]:
             assert set(bytes(row)) <= set("bé\0".encode())
+
+
+def test_a_directory_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files must not be left out of the data without a word."""
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "a.txt").write_text("a")
+    real = os.scandir
+
+    def scandir(path: Any) -> Any:
+        if Path(path).name == "sub":
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(DataError, match=r"cannot read \S+/sub: Permission denied - make it readab"):
+        sources.list_files("text", tmp_path)
+
+
+def test_links_to_files_are_read_and_links_to_directories_are_not_followed(tmp_path: Path) -> None:
+    elsewhere, folder = tmp_path / "elsewhere", tmp_path / "texts"
+    for each in (elsewhere, folder, folder / "directory.txt"):
+        each.mkdir()
+    for path in (elsewhere / "a.txt", folder / ".txt", folder / "b.txt"):
+        path.write_text("a")
+    (folder / "linked.txt").symlink_to(elsewhere / "a.txt")
+    (folder / "linked").symlink_to(elsewhere)
+    (folder / "loop").symlink_to(folder)
+    (folder / "broken.txt").symlink_to(elsewhere / "b.txt")
+    (tmp_path / "root").symlink_to(folder)
+    for root in (folder, tmp_path / "root"):
+        found = [path.relative_to(root) for path in sources.list_files("text", root)]
+        assert list(map(str, found)) == [".txt", "b.txt", "linked.txt"]
 
 
 def test_large_files_pass_in_blocks_that_cut_no_character(
