@@ -29,6 +29,8 @@ KINDS = frozenset(
         "second", "paused", "epoch", "damaged",
     }
 )  # fmt: skip
+# Who asked for a checkpoint would take the line of the one before for the answer, if it came late.
+_AT_ONCE = frozenset({"checkpoint"})
 _BUFFER_S = 0.5
 _BUFFER_LINES = 256
 _MAX_TEXT = 500
@@ -39,7 +41,8 @@ _RENAMED = {"suspect": "replica", "member": "replica", "why": "reason"}
 class EventLog:
     """Appends to `path`. No method raises for what the disk does; one process per file.
 
-    A line is on disk at the latest with the next `emit` half a second later, `flush` or `close`.
+    A line is on disk at the latest with the next `emit` half a second later, `flush` or `close`;
+    that of a checkpoint at once.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class EventLog:
         self._buffer.append(data + b"\n")
         self._listen(line)
         waited = abs(now - self._flushed_at)  # the wall clock may be set back
-        if waited >= _BUFFER_S or len(self._buffer) >= _BUFFER_LINES:
+        if waited >= _BUFFER_S or len(self._buffer) >= _BUFFER_LINES or event in _AT_ONCE:
             self.flush()
         return line
 

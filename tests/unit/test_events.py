@@ -57,6 +57,9 @@ def test_the_first_event_is_there_at_once_and_a_burst_is_buffered(tmp_path: Path
     log.emit("left")
     log.flush()
     assert kinds(tail_events(log.path))[-1] == "left"
+    log.emit("step", step=3)
+    log.emit("checkpoint", step=4, path="step-4")  # or it would answer who asks for the next
+    assert kinds(tail_events(log.path))[-2:] == ["step", "checkpoint"]
     log.close()
 
 
