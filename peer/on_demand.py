@@ -54,7 +54,7 @@ def save_now(run_dir: Path, say: Callable[[str], None] = print) -> Path:
 
 
 def _answer(run_dir: Path, told: EventTail) -> Path:
-    """Where the checkpoint lies that was begun after the leader took the wish.
+    """Where in `run_dir` the checkpoint lies that was begun after the leader took the wish.
 
     What is told while a wish stands was begun before it: by then somebody else may have asked, too.
     Raises as `save_now`.
@@ -65,7 +65,8 @@ def _answer(run_dir: Path, told: EventTail) -> Path:
         if not (run_dir / WISH).exists():
             for event in events:
                 if event["event"] == "checkpoint" and "path" in event:
-                    return Path(str(event["path"]))
+                    # Not that path: it may be cut, and it is from where the leader was started.
+                    return run_dir / "checkpoints" / f"step-{event.get('step')}"
                 if event["event"] == "checkpoint":
                     reason = str(event.get("reason"))
                     raise StorageError(f"no checkpoint of step {event.get('step')}: {reason}")

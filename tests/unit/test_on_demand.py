@@ -49,7 +49,7 @@ def test_it_waits_for_the_leader_to_say_that_it_is_written(
 
     def answer() -> None:
         assert take_wish(run_dir)
-        log.emit("checkpoint", step=5, path=str(run_dir / "checkpoints/step-5"))
+        log.emit("checkpoint", step=5, path="from/where/the/leader/is/checkpoints/step-5")
         log.flush()
         tell(run_dir, "finished")  # with its last step, and gone before the asker looks
 
@@ -79,7 +79,7 @@ def test_the_wish_of_who_asks_a_moment_later_stands(
 
     slept: list[bool] = []
     monkeypatch.setattr(on_demand.time, "sleep", sleep)
-    assert save_now(run_dir, lambda line: None) == Path("step-2")
+    assert save_now(run_dir, lambda line: None) == run_dir / "checkpoints/step-2"
     assert slept == [True, True]
 
 
