@@ -51,10 +51,10 @@ def export_model(
 ) -> Path:
     """Writes the model with these parameters (by whole-model name) to a new or empty directory.
 
-    An earlier export at that place is replaced; any other directory with content is refused.
-    Raises StorageError, and then nothing has changed.
+    An earlier export at that place is replaced; any other directory with content is refused, and
+    the current one. A link leads to the place. Raises StorageError, and then nothing has changed.
     """
-    target = Path(directory).absolute()
+    target = Path(os.path.realpath(directory))
     missing = [name for name in pipeline.key_order if name not in tensors]
     if missing:
         raise SwarmError(f"cannot export: {len(missing)} parameters are missing, as {missing[0]}")
@@ -66,6 +66,8 @@ def export_model(
     try:
         if target.exists() and any(target.iterdir()) and not _is_export(target):
             raise StorageError(f"{target} is not empty", elsewhere)
+        if Path.cwd().is_relative_to(target):  # which would be gone then
+            raise StorageError(f"the current directory is in {target}", elsewhere)
         target.parent.mkdir(parents=True, exist_ok=True)
         with _staging_beside(target) as staging:
             new, former = staging / "new", staging / "former"

@@ -225,6 +225,39 @@ def test_an_export_replaces_an_export_and_nothing_else(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "mine", "out"]
 
 
+def test_an_export_goes_where_a_link_leads(tmp_path: Path) -> None:
+    """As to a larger disk: the link stays, and what is half written lies beside its end."""
+    pipeline = a_pipeline()
+    state = weights(pipeline)
+    link, end = tmp_path / "out", tmp_path / "disk" / "model"
+    end.parent.mkdir()
+    link.symlink_to("disk/model")
+    for _ in range(2):  # the second replaces the first
+        assert export_model(pipeline, state, link) == end
+        assert link.is_symlink()
+        assert (end / "model.safetensors").is_file()
+        assert [path.name for path in end.parent.iterdir()] == ["model"]
+    assert {path.name for path in tmp_path.iterdir()} == {"disk", "out"}
+
+
+@pytest.mark.parametrize("out", [".", "link", ".."])
+def test_the_current_directory_is_not_replaced(
+    out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = a_pipeline()
+    state = weights(pipeline)
+    if out == "..":
+        export_model(pipeline, state, tmp_path / "here")
+    here = tmp_path / "here" / "deeper" if out == ".." else tmp_path / "here"
+    here.mkdir(parents=True)
+    monkeypatch.chdir(here)
+    (tmp_path / "link").symlink_to(here)
+    place = tmp_path / out if out == "link" else Path(out)
+    with pytest.raises(StorageError, match=r"the current directory is in \S+/here - choose"):
+        export_model(pipeline, state, place)
+    assert Path.cwd() == here
+
+
 @pytest.mark.parametrize(
     "error",
     [
