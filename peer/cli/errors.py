@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import logging
 import os
 import sys
@@ -37,6 +38,7 @@ def fail_in_one_line(debug: bool) -> Iterator[None]:
     )
     with _in_one_line(debug):
         raise_interrupts()
+        _print_any_name()
         _check_directory()
         try:
             yield
@@ -47,6 +49,14 @@ def fail_in_one_line(debug: bool) -> Iterator[None]:
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(INTERRUPTED if interrupted else READER_GONE)
+
+
+def _print_any_name() -> None:
+    """A path may have bytes that are no text; what was done must not end with an error over that.
+    Where names pass as the bytes that they are, as in the C locale, they still do."""
+    stdout = sys.stdout
+    if isinstance(stdout, io.TextIOWrapper) and stdout.errors == "strict":
+        stdout.reconfigure(errors="backslashreplace")  # as stderr has it
 
 
 def _check_directory() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import io
 import json
 import math
 import os
@@ -616,6 +617,17 @@ def test_the_swarm_is_remembered_also_where_the_key_is_elsewhere(
     joined = CliRunner().invoke(peer_app, ["--join", DEAD, "--identity", "mine.key"])
     assert joined.exit_code == 0, joined.output
     assert last_swarm() == DEAD
+
+
+def test_a_path_that_is_no_text_is_printed_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = os.fsdecode(b"r\xff.toml")
+    result = CliRunner().invoke(app, ["init", path])
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "wrote r\\udcff.toml; now: swarm up 'r\\udcff.toml'\n"
+    assert Path(path).is_file()
+    monkeypatch.setattr(sys, "stdout", io.StringIO())  # no file, and takes any name
+    with fail_in_one_line(False):
+        print(path)
 
 
 def test_trouble_is_said_once_a_minute() -> None:
