@@ -12,14 +12,15 @@ import numpy as np
 
 from swarm.placement.sketch import Sketch
 
-MOST = 10_000  # assignments: nine peers that may move in two stages, or eight in three
+MOST = 10_000  # assignments: thirteen peers that may move in two stages, or eight in three
 _EPSILON = 1e-9
 
 
 def is_small(sketch: Sketch) -> bool:
-    """Whether all assignments of those that may move can be tried."""
-    free = len(sketch.peers) - int(sketch.resting.sum())
-    return free * math.log(max(len(sketch.cost), 1)) <= math.log(MOST)
+    """Whether all assignments of those that may move can be tried, and there are others: with one
+    stage there is one, however many peers it has."""
+    free, stages = len(sketch.peers) - int(sketch.resting.sum()), len(sketch.cost)
+    return stages > 1 and free * math.log(stages) <= math.log(MOST)
 
 
 def best_moves(sketch: Sketch) -> list[tuple[int, int]]:

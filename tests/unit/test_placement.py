@@ -118,6 +118,12 @@ def test_nothing_moves_where_nothing_is_gained() -> None:
     assert plan_moves(LoadTable((), ()), 0.0).moves == ()
 
 
+def test_with_one_stage_nobody_moves_however_many_there_are() -> None:
+    for peers in (1, 33, 100):
+        plan = plan_moves(table_of([peers]), 0.0)
+        assert (plan.moves, plan.before) == ((), peers)
+
+
 def test_where_replicas_die_spares_are_spread_beforehand() -> None:
     needs = tuple(StageNeed(download_bytes=100) for _ in range(3))
 
