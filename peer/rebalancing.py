@@ -52,6 +52,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 RESERVED_S = 600.0  # who is under way counts where it goes for so long, whether it arrives or not
 REFUSED_S = 300.0  # a peer that refused is not asked again before
+MOVABLE = (Standing.SERVING, Standing.READY)  # before the first step nobody serves yet
 MAX_NEWS = 8  # moves that status shows
 SLOWED = 2.0  # a replica that takes so many times what it did says nothing of its stage
 ENOUGH = 8  # measurements after which an estimate that was wrong is forgotten
@@ -268,8 +269,8 @@ class Rebalancing:
             mover = next(
                 (
                     each
-                    for each in serving
-                    if peer_of(each.incarnation) == move.peer and each.stage == move.from_stage
+                    for each in self.leader.members.of_stage(move.from_stage, *MOVABLE)
+                    if peer_of(each.incarnation) == move.peer
                 ),
                 None,
             )

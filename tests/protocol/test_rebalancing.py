@@ -8,12 +8,15 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from peer.members import Offer
+from peer.leader import Leader
+from peer.members import Offer, Standing
 from peer.restoring import Origin, Saved
+from peer.run_leader import LeaderProcess
 from peer.snapshots import Snapshot
 from swarm.errors import DataError
 from swarm.net.links import peer_of
@@ -412,3 +415,29 @@ def other(swarm: AdaptiveSwarm) -> str:
     """Who came to stage 1 besides."""
     (name,) = (name for name, stages in swarm.stages().items() if stages == [1])
     return name
+
+
+class Gathering(Restorable):
+    """Two come to every stage, both of stage 1 die, and the first step waits as in `swarm up`."""
+
+    async def at_record(self, leader: Leader) -> None:
+        await super().at_record(leader)
+        if leader.record is None:
+            while sum(each.standing is Standing.READY for each in leader.members) < len(self.peers):
+                leader.wake.clear()
+                await leader.wake.wait()
+            for name in [name for name, stages in self.stages().items() if stages == [1]]:
+                self.kill(name)
+            while leader.members.of_stage(1):
+                leader.wake.clear()
+                await leader.wake.wait()
+            waits: Any = SimpleNamespace(start_with={})
+            await LeaderProcess._await_peers(waits, leader)
+
+
+def test_a_stage_that_is_empty_before_the_first_step_is_filled_from_the_others() -> None:
+    """Nobody serves yet: all have a state, and wait."""
+    swarm = Gathering(plan=plan(MICROBATCHES, 4))
+    told = run(swarm, 4)
+    assert count(told, "move") == 1
+    assert len(swarm.settled) == 4
