@@ -5,6 +5,7 @@ Every run ends with the parameters of the one-process run (I6), whatever moved a
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from peer.leader import Leader
+from peer.member import Member as ReplicaMember
 from peer.members import Offer, Standing
 from peer.restoring import Origin, Saved
 from peer.run_leader import LeaderProcess
@@ -415,6 +417,30 @@ def other(swarm: AdaptiveSwarm) -> str:
     """Who came to stage 1 besides."""
     (name,) = (name for name, stages in swarm.stages().items() if stages == [1])
     return name
+
+
+def test_a_joiner_that_never_comes_to_serve_keeps_nobody_from_its_stage(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It joins the empty stage, and then hangs."""
+    catch_up = ReplicaMember._catch_up
+
+    async def hangs(member: ReplicaMember, *arguments: Any) -> None:
+        if peer_of(member.links.incarnation) == "hung":
+            await asyncio.Event().wait()
+        await catch_up(member, *arguments)
+
+    monkeypatch.setattr(ReplicaMember, "_catch_up", hangs)
+    peers = ((0,), (1,), (2,), (), (), ())
+    swarm = Restorable(plan=plan(MICROBATCHES, 4), peers=peers, seconds=(0.1, 0.2))
+
+    def empty(swarm: AdaptiveSwarm, facts: Mapping[str, Any]) -> None:
+        swarm.kill("p1")
+        swarm.kill(other(swarm))
+        swarm.start_peer("hung", (1,), pinned=True)
+
+    told = run(swarm, 4, issue=empty, moved=lambda swarm, facts: swarm.kill("hung"))
+    assert count(told, "move") == 1
 
 
 class Gathering(Restorable):
