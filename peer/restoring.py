@@ -117,9 +117,10 @@ class Restoring:
     # ---- when to go back ------------------------------------------------------------------------
 
     async def watch(self) -> None:
-        """Look, until the run is over, whether some stage's state is lost."""
+        """Look, until the run is over, whether some stage's state is lost. A look that fails is
+        followed by another: nobody else would go back."""
         leader, loop = self.leader, asyncio.get_running_loop()
-        patient_until = loop.time() + START_GRACE_S
+        patient_until, failed = loop.time() + START_GRACE_S, ""
         while self.saved is not None:
             await asyncio.sleep(LOOK_S)
             if leader.admission.finished:
@@ -128,11 +129,11 @@ class Restoring:
                 self._forget()
             early = loop.time() < patient_until and not leader.has_committed
             stage = self._look(loop.time(), early=early)
-            if self._needs_a_peer(loop.time()) and not early:
-                leader.rebalancing.consider()  # no commit will come before somebody moves there
-            if stage is None or early:
-                continue
             try:
+                if self._needs_a_peer(loop.time()) and not early:
+                    leader.rebalancing.consider()  # no commit comes before somebody moves there
+                if stage is None or early:
+                    continue
                 origin = await self.saved.newest(leader.record)
             except AwayError as error:
                 self.trouble = str(error)
@@ -140,8 +141,15 @@ class Restoring:
                     continue
                 leader.fail(StandAside(f"stage {stage} has lost its state, and {error}"))
                 return
-            except DataError as error:
+            except SwarmError as error:
                 self.trouble = str(error)
+                continue
+            except Exception as error:  # no memory, or no disk: another look may do
+                if repr(error) != failed:
+                    log.error("a look at lost stages failed: %r", error)
+                failed = repr(error)
+                if stage is not None:
+                    self.trouble = failed
                 continue
             leader.fail(GoBack(stage, origin))
             return
@@ -244,6 +252,9 @@ class Restoring:
             self._states.pop(stage, None)
             self.leader.probe("damaged", reason=error.message)
             raise RefusedError("the state is not here after all") from None
+        except Exception:  # no memory, or no disk: who asks again has it read again
+            self._states.pop(stage, None)
+            raise
 
     async def _read(self, stage: int, record: Record) -> tuple[Snapshot, bytes]:
         assert self.saved is not None

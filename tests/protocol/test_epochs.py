@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from peer.publish import Status
 from peer.restoring import AwayError, Origin, Saved
 from peer.snapshots import Snapshot
 from swarm.consensus import Vote
-from swarm.errors import DataError
+from swarm.errors import DataError, StorageError
 from swarm.terms import Record
 from tests.protocol.checkpoints import MemorySaved, snapshot_of
 from tests.protocol.faults import LEADER, Fault
@@ -336,6 +337,53 @@ def test_a_leader_stands_aside_for_the_trainer_that_has_the_checkpoint(owner: st
             swarm.kill_trainer(name, 30.0 if name == owner else 1.0)
 
     swarm.lose = all_die  # type: ignore[method-assign]
+    run_exactly(swarm)
+    assert swarm.epochs == [(1, 2)]
+
+
+class FailingSaved(MemorySaved):
+    """The first looks fail, each for another want."""
+
+    def __init__(self, leader_says: Callable[[], str]) -> None:
+        super().__init__()
+        self.leader_says = leader_says
+        self.wants = [MemoryError(), RuntimeError("no room"), OSError("disk"), StorageError("full")]
+        self.said: list[str] = []
+
+    async def newest(self, record: Record | None) -> Origin:
+        self.said.append(self.leader_says())
+        if self.wants:
+            raise self.wants.pop(0)
+        return await super().newest(record)
+
+
+def test_a_look_for_checkpoints_that_fails_is_followed_by_another() -> None:
+    swarm = swarm_of()
+    swarm.point, swarm.step = "forward", 3
+    swarm.saved = saved = FailingSaved(
+        lambda: swarm.leader.restoring.trouble if swarm.leader is not None else ""
+    )
+    run_exactly(swarm)
+    assert swarm.epochs == [(1, 2)]
+    wants = ["MemoryError()", "RuntimeError('no room')", "OSError('disk')", "full"]
+    assert saved.said[:5] == ["", *wants]
+
+
+class FailingStates(MemorySaved):
+    """There is no memory for what is read first."""
+
+    reads = 0
+
+    async def state(self, record: Record, stage: int) -> Snapshot:
+        self.reads += 1
+        if self.reads == 1:
+            raise MemoryError
+        return await super().state(record, stage)
+
+
+def test_a_state_that_could_not_be_read_is_read_again() -> None:
+    swarm = swarm_of()
+    swarm.point, swarm.step, swarm.saved = "forward", 3, FailingStates()
     run_exactly(swarm)
     assert swarm.epochs == [(1, 2)]
 
