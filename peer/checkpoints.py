@@ -32,6 +32,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from swarm.config import run_id_of
 from swarm.errors import ConfigError, DataError, StorageError
 
 FORMAT = 1
@@ -72,6 +73,14 @@ def real(path: str | Path) -> Path:
 
 def _is_run(directory: Path) -> bool:
     return (directory / "run.json").exists() or os.path.lexists(directory / "checkpoints")
+
+
+def run_id_in(run_dir: Path) -> str | None:
+    """Whose directory it is; None: it does not say."""
+    try:
+        return run_id_of((run_dir / "run.json").read_bytes())
+    except OSError:
+        return None
 
 
 def begin(run_dir: str | Path, step: int) -> Path:

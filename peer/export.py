@@ -40,7 +40,8 @@ def export_checkpoint(
 ) -> dict[str, Any]:
     """Write the model of one checkpoint to `out`; of a run directory, of the newest that is whole.
 
-    `say` gets a line for each that is passed over.
+    `say` gets a line for each that is passed over, as are those of another run than the
+    directory's.
 
     Returns the checkpoint's manifest. Raises DataError (no or a damaged checkpoint, another
     pretrained model than the run's), ConfigError (PipelineError), StorageError; `out` is as it was
@@ -55,7 +56,8 @@ def export_checkpoint(
         passed.append(line)
         say(line)
 
-    for path in checkpoints.newest_first(checkpoints.run_dir_of(source), pass_over):
+    run_dir = checkpoints.run_dir_of(source)
+    for path in checkpoints.newest_first(run_dir, pass_over, checkpoints.run_id_in(run_dir)):
         try:
             return _export(path, out, cache_dir)
         except _ChangedError:

@@ -20,7 +20,7 @@ from peer.cli.command_line import command_line
 from peer.disk import write_durably
 from peer.restoring import Order, Origin, Saved
 from peer.resume import PARENT, RESTORE, CheckpointReader, reader_of
-from swarm.config import RunConfig, canonical_bytes, run_id_of
+from swarm.config import RunConfig, canonical_bytes
 from swarm.errors import DataError
 from swarm.model import ModelPipeline
 from swarm.terms import Record
@@ -166,7 +166,7 @@ def read_newest(
         return reader, reader.origin()
     run_dir = checkpoints.run_dir_of(source)
     refused: DataError | None = None
-    for path in checkpoints.newest_first(run_dir, say, _run_id_in(run_dir)):
+    for path in checkpoints.newest_first(run_dir, say, checkpoints.run_id_in(run_dir)):
         try:
             reader = reader_of(path, config, pipeline)
             return reader, reader.origin()
@@ -190,14 +190,7 @@ def _came_from(source: Path, run_dir: Path) -> bool:
         with contextlib.suppress(OSError):  # a torn one
             return checkpoints.manifest_sha256(source) == parent.get("checkpoint")
         return False
-    return _run_id_in(theirs) in (None, parent.get("run_id"))
-
-
-def _run_id_in(run_dir: Path) -> str | None:
-    try:
-        return run_id_of((run_dir / "run.json").read_bytes())
-    except OSError:
-        return None
+    return checkpoints.run_id_in(theirs) in (None, parent.get("run_id"))
 
 
 def _adopt(reader: CheckpointReader, run_dir: Path, config: RunConfig) -> Origin:

@@ -400,6 +400,19 @@ def test_export_of_a_run_loads_in_transformers(tmp_path: Path) -> None:
     export_checkpoint(tmp_path / "run" / "checkpoints" / "step-4", tmp_path / "out")  # in its place
 
 
+def test_export_of_a_run_passes_over_what_is_of_another_run(tmp_path: Path) -> None:
+    """It may lie there after a kill, or have been brought there."""
+    config, said = a_config(), list[str]()
+    (tmp_path / "run.json").write_bytes(canonical_bytes(config))
+    checkpointed(config, tmp_path, 4)
+    other = config.model_copy(update={"run": config.run.model_copy(update={"name": "other"})})
+    checkpointed(other, tmp_path, 8)
+    assert export_checkpoint(tmp_path, tmp_path / "out", say=said.append)["step"] == 4
+    (line,) = said
+    assert line.startswith("passed over checkpoint step-8: ")
+    assert line.endswith("is of another run")
+
+
 def test_export_of_a_custom_pipeline(tmp_path: Path) -> None:
     config = a_config(pipeline="swarm_digits:pipeline", stages=2)
     state = checkpointed(config, tmp_path)
