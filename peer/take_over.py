@@ -87,8 +87,8 @@ def take_over(
     alone: bool = True,
 ) -> Order:
     """What the run in `run_dir` is to go back to when told `source`, a run directory or a
-    checkpoint, which is copied there if need be. Blocking. `saved` are the run's own, `record` is
-    the newest that this trainer's disk has, `alone` as for `source_of`.
+    checkpoint, which is copied there, to the name of its step, if need be. Blocking. `saved` are
+    the run's own, `record` is the newest that this trainer's disk has, `alone` as for `source_of`.
 
     A run that never wrote a checkpoint begins with its first weights. One that went on from
     `source` before goes on with its own: the same command a second time does not mean to begin
@@ -123,11 +123,16 @@ def take_over(
         raise DataError(f"{what} by now", "start without --resume to go on with it")
 
     lies_in = checkpoints.real(reader.directory.absolute().parent)
-    lies_here = lies_in == checkpoints.real(run_dir / "checkpoints")
-    if lies_here and not wanted:
+    if lies_in == checkpoints.real(run_dir / "checkpoints") and not wanted:
         raise DataError(f"{reader.directory} is of another run", "name one of this run")
     weigh(record)
-    if not lies_here:
+    place = run_dir / "checkpoints" / f"step-{step}"  # by another name it is not found again
+    if checkpoints.real(reader.directory) != checkpoints.real(place):
+        if checkpoints.is_complete(place) and not _same_state(reader.directory, place):
+            raise DataError(
+                f"{place} is there already, with another state than {reader.directory}",
+                f"move it out of {place.parent}, or name another",
+            )
         origin = _adopt(reader, run_dir, config)
 
     async def order(newest: Record | None) -> Origin:
@@ -191,6 +196,14 @@ def _came_from(source: Path, run_dir: Path) -> bool:
             return checkpoints.manifest_sha256(source) == parent.get("checkpoint")
         return False
     return checkpoints.run_id_in(theirs) in (None, parent.get("run_id"))
+
+
+def _same_state(one: Path, other: Path) -> bool:
+    """Whether two complete checkpoints of a run hold the state of the same commit."""
+    first, second = map(checkpoints.load_manifest, (one, other))
+    same_commit = all(first.get(name, 0) == second.get(name, 0) for name in ("step", "epoch"))
+    hashes = [[entry["sha256"] for entry in each["stages"]] for each in (first, second)]
+    return same_commit and hashes[0] == hashes[1]
 
 
 def _adopt(reader: CheckpointReader, run_dir: Path, config: RunConfig) -> Origin:

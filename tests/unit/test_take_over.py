@@ -378,6 +378,45 @@ def test_a_copy_of_this_runs_checkpoint_keeps_its_epoch(tmp_path: Path) -> None:
     assert not (run / PARENT).exists()
 
 
+def test_a_checkpoint_that_was_renamed_gets_its_name_again(tmp_path: Path) -> None:
+    """By another one nobody finds it who is to be given a stage's state."""
+    config, pipeline = a_config(), build_pipeline(a_config())
+    named = write(tmp_path, config, 4, epoch=2).rename(tmp_path / "checkpoints" / "step-4.keep")
+    write(tmp_path, config, 8, epoch=2)
+    for _ in range(2):  # stopped before anybody was told
+        saved = SavedStates(tmp_path, config, pipeline)
+        order = take_over(named, tmp_path, config, pipeline, saved, record=a_record(saved=8))
+        origin = asyncio.run(order(None))
+        record = replace(a_record(saved=4), checkpoint=origin.checkpoint)
+        for stage in range(pipeline.num_stages):
+            state = asyncio.run(saved.state(record, stage))
+            assert state.fingerprint == origin.fingerprints[stage]
+    assert sorted(os.listdir(named.parent)) == ["step-4", "step-4.keep", "step-8"]
+    assert checkpoints.highest_epoch(tmp_path) == 2
+
+
+def test_a_copy_by_another_name_replaces_no_other_state_of_its_step(tmp_path: Path) -> None:
+    config = a_config()
+    named = write(tmp_path, config, 4).rename(tmp_path / "checkpoints" / "before")
+    there = write(tmp_path, config, 4, epoch=1)
+    sha256 = checkpoints.manifest_sha256(there)
+    with pytest.raises(DataError, match=r"step-4 is there already.* - move it out of"):
+        resume(named, tmp_path, config)
+    assert checkpoints.manifest_sha256(there) == sha256
+    os.truncate(there / checkpoints.MANIFEST, 10)  # damaged, it is no loss
+    assert resume(named, tmp_path, config) == 4
+    assert checkpoints.is_complete(there)
+
+
+def test_a_link_to_a_checkpoint_beside_it_is_that_checkpoint(tmp_path: Path) -> None:
+    named = write(tmp_path, a_config(), 4)
+    sha256 = checkpoints.manifest_sha256(named)
+    link = tmp_path / "checkpoints" / "best"
+    link.symlink_to("step-4")
+    assert resume(link, tmp_path, a_config()) == 4
+    assert checkpoints.manifest_sha256(named) == sha256
+
+
 def test_what_lies_beside_a_parents_checkpoints_is_not_taken_for_its_own(tmp_path: Path) -> None:
     source, config = tmp_path / "source", a_config()
     write(source, config, 4)
