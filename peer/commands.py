@@ -306,7 +306,7 @@ def run_baseline(
         cut = build_pipeline(config)  # as the swarm has it
         if resume is not None:
             say_what_differs(config, resume)
-            whole, _ = read_newest(resume, config, oracle.pipeline, print)
+            whole, _ = read_newest(resume, config, oracle.pipeline, dataset.tokenizer, print)
             oracle.resume(whole.snapshot(0))
             print(f"resuming from step {whole.step}")
         began, tokens = time.monotonic(), 0

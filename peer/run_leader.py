@@ -42,6 +42,7 @@ from peer.training import StepResult
 from swarm.config import RunConfig, canonical_bytes
 from swarm.data import build_dataset
 from swarm.data.dataset import Dataset
+from swarm.data.tokenizer import Tokenizer
 from swarm.errors import StorageError, SwarmError, TransportError
 from swarm.events import EventLog, read_status, write_status
 from swarm.model import build_pipeline
@@ -137,7 +138,7 @@ class LeaderProcess:
             stack.callback(self._write_status)
             stack.push(self._note_failure)
             saved = SavedStates(self.run_dir, self.config, self.pipeline, say=self._say)
-            order = await self._go_back(disk.vote.committed, saved)
+            order = await self._go_back(disk.vote.committed, saved, dataset.tokenizer)
             node = await Node.open(
                 self.identity, listen=listen, announce=announce, bootstrap=self._bootstrap
             )
@@ -260,7 +261,9 @@ class LeaderProcess:
         )
         return trainer
 
-    async def _go_back(self, record: Record | None, saved: SavedStates) -> Order | None:
+    async def _go_back(
+        self, record: Record | None, saved: SavedStates, tokenizer: Tokenizer | None
+    ) -> Order | None:
         """What `--resume` means, or is to be gone on from without the trainer's disk knowing of it.
         `record`: the newest that it knows."""
         order, alone = None, len(self.config.run.trainers) <= 1 or self._accept_loss
@@ -276,6 +279,7 @@ class LeaderProcess:
                 self._say,
                 record,
                 alone=alone,
+                tokenizer=tokenizer,
             )
             origin = await order(record)  # to refuse before anybody is asked for a term
             write_durably(self.run_dir / "run.json", canonical_bytes(self.config))

@@ -21,6 +21,7 @@ from peer.disk import write_durably
 from peer.restoring import Order, Origin, Saved
 from peer.resume import PARENT, RESTORE, CheckpointReader, reader_of
 from swarm.config import RunConfig, canonical_bytes
+from swarm.data.tokenizer import Tokenizer, load_tokenizer_file
 from swarm.errors import DataError
 from swarm.model import ModelPipeline
 from swarm.terms import Record
@@ -85,10 +86,12 @@ def take_over(
     record: Record | None = None,
     *,
     alone: bool = True,
+    tokenizer: Tokenizer | None,
 ) -> Order:
     """What the run in `run_dir` is to go back to when told `source`, a run directory or a
     checkpoint, which is copied there, to the name of its step, if need be. Blocking. `saved` are
-    the run's own, `record` is the newest that this trainer's disk has, `alone` as for `source_of`.
+    the run's own, `record` is the newest that this trainer's disk has, `alone` as for `source_of`;
+    `tokenizer` is the run's, if it trains on text.
 
     A run that never wrote a checkpoint begins with its first weights. One that went on from
     `source` before goes on with its own: the same command a second time does not mean to begin
@@ -110,7 +113,7 @@ def take_over(
         if not own:
             _must_begin(run_dir)
         return saved.newest
-    reader, origin = read_newest(source, config, pipeline, say)
+    reader, origin = read_newest(source, config, pipeline, tokenizer, say)
     wanted = named and reader.run_id == config.run_id  # whatever there is
     step = reader.step  # an order is kept, and the reader holds a stage's tensors
 
@@ -159,25 +162,31 @@ def read_newest(
     source: Path,
     config: RunConfig,
     pipeline: ModelPipeline,
+    tokenizer: Tokenizer | None,
     say: Callable[[str], None] = lambda line: None,
 ) -> tuple[CheckpointReader, Origin]:
     """A checkpoint; of a run directory, the newest that can be read, whole. Blocking.
 
     `say` gets a line for each that is passed over, as are those of another run than the
-    directory's. Raises ConfigError, DataError.
+    directory's. Raises ConfigError, DataError; so where it was not trained with `tokenizer`, the
+    run's.
     """
     if checkpoints.is_checkpoint(source):
         reader = reader_of(source, config, pipeline)
+        _refuse_other_tokens(reader, config, tokenizer)
         return reader, reader.origin()
     run_dir = checkpoints.run_dir_of(source)
     refused: DataError | None = None
     for path in checkpoints.newest_first(run_dir, say, checkpoints.run_id_in(run_dir)):
         try:
             reader = reader_of(path, config, pipeline)
-            return reader, reader.origin()
+            origin = reader.origin()
         except DataError as error:
             say(checkpoints.passed_over(path, error))
             refused = error
+        else:
+            _refuse_other_tokens(reader, config, tokenizer)
+            return reader, origin
     if refused is not None:
         raise DataError(f"cannot go on from {source}: {refused.message}", refused.remedy)
     remedy = "set [checkpoint] every, or start from the file"
@@ -196,6 +205,25 @@ def _came_from(source: Path, run_dir: Path) -> bool:
             return checkpoints.manifest_sha256(source) == parent.get("checkpoint")
         return False
     return checkpoints.run_id_in(theirs) in (None, parent.get("run_id"))
+
+
+def _refuse_other_tokens(
+    reader: CheckpointReader, config: RunConfig, tokenizer: Tokenizer | None
+) -> None:
+    """Raises DataError where a checkpoint of another run was trained on other ids of the same text:
+    it has the shapes of this run, whose BPE has as many tokens, and means others by them."""
+    if tokenizer is None or "tokenizer" not in reader.manifest or reader.run_id == config.run_id:
+        return
+    path = reader.directory / checkpoints.TOKENIZER
+    try:
+        theirs = load_tokenizer_file(path, tokenizer.vocab_size)
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {error}", "use another checkpoint") from None
+    if not tokenizer.encodes_as(theirs):
+        raise DataError(
+            f"{reader.directory} was trained with another tokenizer than this run's",
+            "resume with the data and tokenizer it had, or begin a new model without --resume",
+        )
 
 
 def _same_state(one: Path, other: Path) -> bool:

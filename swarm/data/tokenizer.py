@@ -29,6 +29,7 @@ TOKENIZER_FILE = "tokenizer.json"
 _PRETRAINED_FILES = (
     TOKENIZER_FILE, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"
 )  # fmt: skip
+_RULES = "added_tokens", "normalizer", "pre_tokenizer", "model"  # of a tokenizer.json
 _MAX_TRAINING_BYTES = 64 * 2**20  # of text that the BPE learns from
 
 
@@ -68,6 +69,17 @@ class Tokenizer:
         texts = [block.decode("utf-8", "replace") for block in blocks]
         encoded = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(each.ids, dtype=dtype) for each in encoded]
+
+    def encodes_as(self, other: Tokenizer) -> bool:
+        """Whether both give any text the same ids, whoever wrote their files."""
+        return self._rules() == other._rules()
+
+    def _rules(self) -> dict[str, Any]:
+        """All that encoding goes by: the vocabulary, its merges, and what is done to text before;
+        as this version of the library writes it, which need not be how a file has it."""
+        backend = self._backend if self._backend is not None else _byte_backend()
+        rules = json.loads(backend.to_str())
+        return {name: rules[name] for name in _RULES}
 
     def save_tokenizer(self, directory: str | Path) -> None:
         """Write tokenizer.json and tokenizer_config.json, as AutoTokenizer reads them."""

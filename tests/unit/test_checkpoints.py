@@ -477,7 +477,7 @@ def resume(
 
     pipeline = build_pipeline(config)
     saved = SavedStates(run_dir, config, pipeline)
-    order = take_over(source, run_dir, config, pipeline, saved, say)
+    order = take_over(source, run_dir, config, pipeline, saved, say, tokenizer=None)
     return asyncio.run(order(None)).step
 
 

@@ -31,7 +31,13 @@ from swarm.data import (
 )
 from swarm.data import build_dataset as build
 from swarm.data.order import permuted
-from swarm.data.tokenizer import END_OF_TEXT, load_pretrained, train_bpe
+from swarm.data.tokenizer import (
+    END_OF_TEXT,
+    TOKENIZER_FILE,
+    load_pretrained,
+    load_tokenizer_file,
+    train_bpe,
+)
 from swarm.errors import DataError, StorageError
 from swarm.spec import token_dtype
 
@@ -497,6 +503,22 @@ def test_tokenizers_round_trip(text: str) -> None:
         ids = tokenizer.encode(text)
         assert all(0 <= i < tokenizer.vocab_size for i in ids)
         assert tokenizer.decode(ids) == text
+
+
+def test_a_tokenizer_is_known_by_the_ids_it_gives(tmp_path: Path) -> None:
+    """Trained, saved or saved anew; one of the same size that other text has made is another."""
+    learned = [SMALL_BPE, train_bpe(iter([b"other words, other merges " * 99]), 320)]
+    for index, one in enumerate([*learned, byte_tokenizer()]):
+        directory = tmp_path / str(index)
+        one.save_tokenizer(directory)
+        saved = load_tokenizer_file(directory / TOKENIZER_FILE, one.vocab_size)
+        (directory / TOKENIZER_FILE).write_text(
+            json.dumps(json.loads((directory / TOKENIZER_FILE).read_text()), indent=2)
+        )
+        spaced = load_tokenizer_file(directory / TOKENIZER_FILE, one.vocab_size)
+        for other in (one, saved, spaced):
+            assert one.encodes_as(other)
+            assert not any(each.encodes_as(other) for each in learned if each is not one)
 
 
 def test_token_dtypes_are_the_narrowest() -> None:

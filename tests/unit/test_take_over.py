@@ -21,6 +21,7 @@ from peer.resume import PARENT, SavedStates
 from peer.snapshots import Snapshot
 from peer.take_over import source_of, take_over
 from swarm.config import RunConfig, canonical_bytes, parse_config
+from swarm.data.tokenizer import Tokenizer, train_bpe
 from swarm.errors import DataError, StorageError
 from swarm.model import build_pipeline
 from swarm.optim import make_optimizer
@@ -40,7 +41,9 @@ def a_config(lr: float = 0.1) -> RunConfig:
     )
 
 
-def write(run_dir: Path, config: RunConfig, step: int, epoch: int = 0) -> Path:
+def write(
+    run_dir: Path, config: RunConfig, step: int, epoch: int = 0, tokenizer: Tokenizer | None = None
+) -> Path:
     pipeline = build_pipeline(config)
     staging = checkpoints.begin(run_dir, step)
     entries = []
@@ -53,15 +56,47 @@ def write(run_dir: Path, config: RunConfig, step: int, epoch: int = 0) -> Path:
         snapshot.fingerprint = snapshot_mark(snapshot)
         entries.append(write_state(staging, pipeline, stage, snapshot))
     facts: dict[str, Any] = {"run_id": config.run_id, "config": {}, "stages": entries}
-    return checkpoints.complete(staging, {"step": step, "epoch": epoch, **facts})
+    return checkpoints.complete(staging, {"step": step, "epoch": epoch, **facts}, tokenizer)
 
 
 def resume(source: Path, run_dir: Path, config: RunConfig, record: Record | None = None) -> int:
     """The step that a run is to go on from whose newest record is `record`."""
     pipeline = build_pipeline(config)
     saved, alone = SavedStates(run_dir, config, pipeline), len(config.run.trainers) <= 1
-    order = take_over(source, run_dir, config, pipeline, saved, record=record, alone=alone)
+    order = take_over(
+        source, run_dir, config, pipeline, saved, record=record, alone=alone, tokenizer=None
+    )
     return asyncio.run(order(record)).step
+
+
+@pytest.mark.parametrize("kept", ["equal", "none", "other", "damaged"])
+def test_weights_go_on_with_the_tokenizer_they_were_trained_with(tmp_path: Path, kept: str) -> None:
+    """One of the same size has the same shapes, and other ids. The run itself checks its data."""
+    texts = {"ours": b"some words and some more ", "other": b"text of another kind entirely "}
+    ours, other = (train_bpe(iter([text * 99]), 260) for text in texts.values())
+    theirs = {"equal": ours, "none": None}.get(kept, other)
+    config, source, run = a_config(0.2), tmp_path / "source", tmp_path / "run"
+    pipeline = build_pipeline(config)
+
+    def step_of(named: Path, run_dir: Path, mine: RunConfig = config) -> int:
+        saved = SavedStates(run_dir, mine, pipeline)
+        order = take_over(named, run_dir, mine, pipeline, saved, tokenizer=ours)
+        return asyncio.run(order(None)).step
+
+    why = "cannot read" if kept == "damaged" else "was trained with another tokenizer"
+    write(source, a_config(), 2)  # without one, and not taken instead
+    path = write(source, a_config(), 4, tokenizer=theirs)
+    if kept == "damaged":
+        file = path / checkpoints.TOKENIZER
+        file.write_bytes(b"?" * file.stat().st_size)
+    for named in (source, path):
+        if kept in ("equal", "none"):
+            assert step_of(named, tmp_path / f"of-{named.name}") == 4
+            continue
+        with pytest.raises(DataError, match=why):
+            step_of(named, run)
+        assert not run.exists()
+    assert step_of(path, source, a_config()) == 4
 
 
 def test_the_same_command_goes_on_with_what_came_of_it(tmp_path: Path) -> None:
@@ -385,7 +420,9 @@ def test_a_checkpoint_that_was_renamed_gets_its_name_again(tmp_path: Path) -> No
     write(tmp_path, config, 8, epoch=2)
     for _ in range(2):  # stopped before anybody was told
         saved = SavedStates(tmp_path, config, pipeline)
-        order = take_over(named, tmp_path, config, pipeline, saved, record=a_record(saved=8))
+        order = take_over(
+            named, tmp_path, config, pipeline, saved, record=a_record(saved=8), tokenizer=None
+        )
         origin = asyncio.run(order(None))
         record = replace(a_record(saved=4), checkpoint=origin.checkpoint)
         for stage in range(pipeline.num_stages):
