@@ -80,7 +80,6 @@ class Rebalancing:
     policy: MovePolicy = field(default_factory=MovePolicy)
     news: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=MAX_NEWS))
     _peers: dict[str, _Peer] = field(default_factory=dict)
-    _parameters: dict[int, int] = field(default_factory=dict)  # by stage
     _shown: dict[str, float] = field(default_factory=dict)  # cost of its stage, by incarnation
     _reason: str = ""
 
@@ -144,7 +143,7 @@ class Rebalancing:
         """Its size: the state, and the activations that those who serve it have measured."""
         found = [m.facts for m in self.leader.members.of_stage(stage) if m.facts is not None]
         held = statistics.median(each.activation_bytes for each in found) if found else 0
-        parameters = self._parameters_of(stage)
+        parameters = sum(map(math.prod, self.leader.pipeline.layout(stage).shapes))
         settings = self.leader.plan.optimizer
         least = least_slots(self.leader.pipeline.num_stages)  # those who hold more need not
         estimate = estimate_memory(
@@ -157,13 +156,6 @@ class Rebalancing:
             shared_bytes=self.leader.pipeline.shared_bytes,
         )
         return StageNeed(cost, estimate.total, 4 * STATE_FLOATS * parameters)
-
-    def _parameters_of(self, stage: int) -> int:
-        """Counted without memory for them, once."""
-        if stage not in self._parameters:
-            built = self.leader.pipeline.build_stage(stage, "meta")
-            self._parameters[stage] = sum(each.numel() for each in built.parameters())
-        return self._parameters[stage]
 
     def _load(
         self, name: str, lives: list[Member], needs: tuple[StageNeed, ...], now: float

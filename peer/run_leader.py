@@ -137,6 +137,7 @@ class LeaderProcess:
             self._begin_status()
             stack.callback(self._write_status)
             stack.push(self._note_failure)
+            await asyncio.to_thread(self._lay_out)
             saved = SavedStates(self.run_dir, self.config, self.pipeline, say=self._say)
             order = await self._go_back(disk.vote.committed, saved, dataset.tokenizer)
             node = await Node.open(
@@ -181,6 +182,11 @@ class LeaderProcess:
             for each in (running, lost):
                 each.cancel()
             await asyncio.gather(running, lost, return_exceptions=True)
+
+    def _lay_out(self) -> None:
+        """Once, before anybody is led: checkpoints and moves ask where replicas wait meanwhile."""
+        for stage in range(self.pipeline.num_stages):
+            self.pipeline.layout(stage)
 
     def _begin_status(self) -> None:
         """From now on the status is that of this life; until it has a link, the former's stands

@@ -13,7 +13,6 @@ import numpy as np
 
 from swarm.ahead import NONE, Ahead
 from swarm.model.layout import ParameterLayout
-from swarm.model.stage import Stage
 from swarm.optim import OptimizerSettings
 from swarm.spec import TensorSpec
 from swarm.terms import Record
@@ -45,8 +44,6 @@ class Shape(Protocol):
     def stage_cost(self, stage: int) -> float: ...
 
     def weight(self, batch: Mapping[str, Any]) -> int: ...
-
-    def build_stage(self, stage: int, device: str = "cpu") -> Stage: ...
 
     def layout(self, stage: int) -> ParameterLayout: ...
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -206,9 +207,19 @@ class ModelPipeline(ABC):
     def build_stage(self, stage: int, device: str | torch.device = "cpu") -> Stage:
         """Stage `stage` with its first weights; the same whatever the cut and the device."""
 
+    @cached_property
+    def _layouts(self) -> dict[int, ParameterLayout]:
+        return {}
+
     def layout(self, stage: int) -> ParameterLayout:
-        """Where a stage's parameters lie in its flat state; costs no memory."""
-        return ParameterLayout.of(self.build_stage(stage, "meta"))
+        """Where a stage's parameters lie in its flat state; costs no memory.
+
+        Asked for the first time it builds the stage on no device, which takes long if it is deep:
+        not where others wait.
+        """
+        if stage not in self._layouts:
+            self._layouts[stage] = ParameterLayout.of(self.build_stage(stage, "meta"))
+        return self._layouts[stage]
 
     def check(self) -> None:  # noqa: B027  (nothing to prove by default)
         """For whoever starts a run: raises PipelineError if the cut changes numbers."""

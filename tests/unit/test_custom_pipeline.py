@@ -127,6 +127,21 @@ class Cast(nn.Module):
         return x.to(self.dtype)
 
 
+def test_a_layout_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who leads asks for it at every checkpoint, on the loop that everybody waits for."""
+    pipeline, built = cut_into(2, 2), list[int]()
+    build = pipeline.build_stage
+
+    def build_stage(stage: int, device: str = "cpu") -> Any:
+        built.append(stage)
+        return build(stage, device)
+
+    monkeypatch.setattr(pipeline, "build_stage", build_stage)
+    layouts = [[pipeline.layout(stage) for stage in range(2)] for _ in range(2)]
+    assert layouts[0] == layouts[1]
+    assert built == [0, 1]
+
+
 def test_what_leaves_a_layer_has_the_boundarys_dtype_on_every_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

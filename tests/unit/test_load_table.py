@@ -18,6 +18,7 @@ from peer.members import Member, Members, Offer, Standing
 from peer.rebalancing import RESERVED_S, Rebalancing
 from swarm.ahead import NONE
 from swarm.config import load_config
+from swarm.model.layout import ParameterLayout
 from swarm.placement import LoadTable, PeerLoad, plan_moves
 from swarm.routing import Router
 from swarm.sim.virtual_time import run
@@ -37,7 +38,7 @@ def leader_of(*members: Member) -> Any:
             shared_bytes=0,
             num_stages=len(SHAPES),
             stage_cost=SHAPES.__getitem__,
-            build_stage=lambda stage, device: torch.nn.Linear(1000, SIZES[stage], device=device),
+            layout=lambda stage: ParameterLayout.of(torch.nn.Linear(1000, SIZES[stage])),
         ),
         plan=SimpleNamespace(optimizer=None, accumulate="float64", num_microbatches=8, ahead=NONE),
         fixed_slots=None,
