@@ -416,10 +416,11 @@ class LeaderProcess:
         for member in leader.members:
             leader.tell(member.incarnation, "finish", {})
         others = [each for each in self.config.run.trainers if each != self.identity.peer_id]
+        term, steps = leader.term, leader.next_step
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_S):
                 await asyncio.gather(
-                    *(trainer.say_leads(other, leader.term, leader.next_step) for other in others)
+                    *(trainer.say_finished(other, term, steps) for other in others)
                 )
                 while leader.members.by_name:
                     leader.wake.clear()

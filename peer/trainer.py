@@ -29,6 +29,7 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 LEASE_S = 5.0
 TELL_EVERY_S = 1.0
+FINISHED_AGAIN_S = 0.3
 RANK_S = 2.0
 ASIDE_S = 20.0  # for all others to begin to lead, when this one has stood aside for them
 ORDER_AGAIN_S = (0.5, 1.5)
@@ -267,9 +268,17 @@ class Trainer(Generic[T]):
             await self.say_leads(trainer, term)
             await asyncio.sleep(TELL_EVERY_S)
 
-    async def say_leads(self, trainer: str, term: Term, finished: int | None = None) -> None:
+    async def say_finished(self, trainer: str, term: Term, steps: int) -> None:
+        """Tell one trainer that we have finished the run, until it has heard: nobody says it again
+        to one that misses it, and it would wait for ever for others to vote."""
+        while True:
+            if await self.say_leads(trainer, term, steps):
+                return
+            await asyncio.sleep(FINISHED_AGAIN_S)
+
+    async def say_leads(self, trainer: str, term: Term, finished: int | None = None) -> bool:
         """Tell one trainer that we lead in `term`, or have `finished` the run after so many steps;
-        nothing happens when it does not answer."""
+        whether it has answered."""
         body: dict[str, Any] = {"term": list(term), "finished": finished is not None}
         if finished is not None:
             body["steps"] = finished
@@ -278,6 +287,8 @@ class Trainer(Generic[T]):
             await channel.call("leads", body)
         except SwarmError as error:
             log.debug("lease to %s: %s", trainer[-8:], error)
+            return False
+        return True
 
     async def aclose(self) -> None:
         await self._tasks.aclose()

@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from peer.leader import Leader
 from peer.quorum import NO_MAJORITY
+from peer.run_leader import LeaderProcess
 from swarm.consensus import COMPLETING, Term, Vote
 from swarm.net.links import peer_of
 from tests.protocol.rivals import FIVE, Rival
@@ -243,3 +245,29 @@ def test_a_leader_goes_on_when_others_are_back_whose_votes_it_lacked(away_s: flo
     began = next(at for at, _, what, _ in swarm.events if what == "fault")
     assert times(swarm, "record", *TRAINERS)[-1] - began < away_s + 20.0
     assert (NO_MAJORITY in lines) is (away_s > 10.0)
+
+
+class SaysFarewell(Swarm):
+    """When the run is over, the line between the two falls silent. The channel ends, with what was
+    said over it, and they reach each other again."""
+
+    async def lead(self, name: str, leader: Leader) -> None:
+        self.chronicle.begins_to_lead(name, leader)
+        while leader.next_step < self.num_steps:
+            await leader.train_step()
+        self.network.cut("t0", "t1")
+        links = self.trainers[name].links
+        self.later(0.5, links.end_channels, "t1#1", "the line is down")
+        self.later(1.0, self.network.heal, "t0", "t1")
+        run = SimpleNamespace(trainers=self.trainer_ids)
+        process: Any = SimpleNamespace(
+            config=SimpleNamespace(run=run), identity=SimpleNamespace(peer_id=name)
+        )
+        await LeaderProcess._farewell(process, self.trainers[name], leader)
+        self.fail(AssertionError("t1 was not told"))
+
+
+def test_a_trainer_that_misses_the_farewell_is_told_again() -> None:
+    swarm = SaysFarewell(plan=plan(4, 3), trainer_ids=("t0", "t1"))
+    with pytest.raises(AssertionError, match="t1 thinks that the run is over"):
+        swarm.run(3)
