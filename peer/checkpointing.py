@@ -18,7 +18,7 @@ from peer.snapshots import Snapshot
 from swarm.config import RunConfig, canonical_bytes
 from swarm.errors import SwarmError
 from swarm.model import ModelPipeline, ParameterLayout
-from swarm.terms import Term
+from swarm.terms import Record, Term
 
 
 class Checkpointer:
@@ -49,10 +49,10 @@ class Checkpointer:
         The replicas copy their states at once; fetching and writing happen beside training only if
         the caller does not wait.
         """
-        step, epoch = leader.next_step, leader.record.epoch if leader.record else 0
+        step, record = leader.next_step, leader.record
         try:
             states = await fetch_states(leader)
-            path = await asyncio.to_thread(self._write, step, epoch, states)
+            path = await asyncio.to_thread(self._write, step, record, states)
         except (SwarmError, MemoryError, RuntimeError) as error:  # torch's want of memory is one
             self._note(step=step, reason=str(error) or type(error).__name__)
             return None
@@ -64,7 +64,7 @@ class Checkpointer:
         """Whether the newest commit has been written here, by this leader."""
         return self._newest == (leader.term, leader.next_step)
 
-    def _write(self, step: int, epoch: int, states: Sequence[Snapshot]) -> Path:
+    def _write(self, step: int, record: Record | None, states: Sequence[Snapshot]) -> Path:
         staging = checkpoints.begin(self.run_dir, step)
         try:
             stages = [
@@ -72,7 +72,7 @@ class Checkpointer:
             ]
             manifest: dict[str, Any] = {
                 "step": step,
-                "epoch": epoch,
+                "epoch": record.epoch if record else 0,
                 "run_id": self.config.run_id,
                 "config": json.loads(canonical_bytes(self.config)),
                 "stages": stages,
@@ -83,7 +83,8 @@ class Checkpointer:
         except BaseException:
             checkpoints.abandon(staging)
             raise
-        checkpoints.prune(self.run_dir, self.config.checkpoint.keep, self.config.run_id)
+        keep = self.config.checkpoint.keep
+        checkpoints.prune(self.run_dir, keep, self.config.run_id, record)
         return path
 
 

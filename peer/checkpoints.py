@@ -9,7 +9,7 @@ is synced, so a killed writer leaves nothing that looks complete (DESIGN, "Leade
     staging = begin(run_dir, step)
     entries = [write_stage(staging, k, parameters, optimizer, {"updates": …}) for k …]
     complete(staging, {"step": step, "run_id": …, "config": …, "stages": entries})
-    prune(run_dir, keep, run_id)
+    prune(run_dir, keep, run_id, record)
 
 All of it blocks: call it from a thread.
 """  # noqa: E501
@@ -34,6 +34,7 @@ from torch import Tensor
 
 from swarm.config import run_id_of
 from swarm.errors import ConfigError, DataError, StorageError
+from swarm.terms import Record
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -193,6 +194,29 @@ def newest_first(
     return [path for _, path in sorted(complete, reverse=True)]
 
 
+def passed_through(
+    run_dir: str | Path,
+    run_id: str,
+    record: Record | None,
+    say: Callable[[str], None] = lambda line: None,
+) -> list[Path]:
+    """The complete checkpoints in a run's directory, newest first. With the run's newest `record`
+    those that it has passed through, by step: it may have gone back, and forth again."""
+    found = newest_first(run_dir, say, run_id)
+    if record is None:
+        return found
+    manifests = {path: load_manifest(path) for path in found}
+    passed = [path for path in found if _on_the_way(manifests[path], record)]
+    return sorted(passed, key=lambda path: int(manifests[path]["step"]), reverse=True)
+
+
+def _on_the_way(manifest: Mapping[str, Any], record: Record) -> bool:
+    """Whether the run whose newest record is `record` has passed through this checkpoint; one of
+    a later step was brought here, and the record is from before it."""
+    epoch, step = int(manifest.get("epoch", 0)), int(manifest["step"])
+    return epoch >= record.epoch or step <= record.base
+
+
 def highest_epoch(run_dir: str | Path) -> int:
     """Of the complete checkpoints; 0 without any. Raises DataError when there is no looking."""
     newest = next(iter(newest_first(run_dir)), None)
@@ -251,14 +275,17 @@ def read_stage_optimizer(directory: str | Path, stage: int) -> dict[str, Tensor]
     return _load(Path(directory), load_manifest(directory)["stages"][stage]["optimizer"])
 
 
-def prune(run_dir: str | Path, keep: int, run_id: str) -> list[Path]:
-    """Delete a run's complete checkpoints but the `keep` (at least 1) newest; returns what went.
+def prune(run_dir: str | Path, keep: int, run_id: str, record: Record | None = None) -> list[Path]:
+    """Delete a run's complete checkpoints but the `keep` (at least 1) newest, and as many of those
+    that it has passed through with its newest `record`; returns what went. Those it has left
+    behind, going back, are newer than what it went back to, and no state of it any more.
 
     A directory that cannot be deleted stays, without an error. Torn ones older than those kept go
     as well; what is of another run stays.
     """
     whole, readable = newest_first(run_dir, run_id=run_id), newest_first(run_dir)
-    kept, gone = whole[: max(keep, 1)], []
+    passed, keep = passed_through(run_dir, run_id, record), max(keep, 1)
+    kept, gone = {*whole[:keep], *passed[:keep]}, []
     if kept:
         oldest = min(_step_of(path) for path in kept)
         for path in _directories(Path(run_dir) / "checkpoints"):

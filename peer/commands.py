@@ -236,14 +236,14 @@ def run_locally(
 
 def _where_it_stopped(run_dir: Path, config: RunConfig, before: Record | None, again: str) -> str:
     """What is said of a stopped swarm whose newest record was `before` when it began."""
-    from peer.resume import passed_through
+    from peer.checkpoints import passed_through
 
     if not run_dir.exists():
         return "stopped before it began"
     files = f"files are in {run_dir}"
     try:
         record = last_vote(run_dir).committed
-        found = passed_through(run_dir, config, record, lambda line: None)
+        found = passed_through(run_dir, config.run_id, record)
     except (DataError, StorageError):
         return f"stopped; {files}"
     if record == before:  # it may have been on its way back to another checkpoint

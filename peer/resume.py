@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -206,7 +205,7 @@ class SavedStates:
                 self.say(line)
 
         saved, unreadable = record.saved if record else 0, set[str]()
-        for path in passed_through(self.run_dir, self.config, record, note):
+        for path in checkpoints.passed_through(self.run_dir, self.config.run_id, record, note):
             try:
                 reader = self._open(path)
                 # After an election nobody hears of this trainer until it has looked, so what was
@@ -259,23 +258,3 @@ class SavedStates:
         if reader is None or reader.directory != path:
             self._reader = reader = reader_of(path, self.config, self.pipeline)
         return reader
-
-
-def passed_through(
-    run_dir: Path, config: RunConfig, record: Record | None, say: Callable[[str], None]
-) -> list[Path]:
-    """The complete checkpoints in a run's directory, newest first. With the run's newest `record`
-    those that it has passed through, by step: it may have gone back, and forth again."""
-    found = checkpoints.newest_first(run_dir, say, config.run_id)
-    if record is None:
-        return found
-    manifests = {path: checkpoints.load_manifest(path) for path in found}
-    passed = [path for path in found if on_the_way(manifests[path], record)]
-    return sorted(passed, key=lambda path: int(manifests[path]["step"]), reverse=True)
-
-
-def on_the_way(manifest: Mapping[str, Any], record: Record) -> bool:
-    """Whether the run whose newest record is `record` has passed through this checkpoint; one of
-    a later step was brought here, and the record is from before it."""
-    epoch, step = int(manifest.get("epoch", 0)), int(manifest["step"])
-    return epoch >= record.epoch or step <= record.base

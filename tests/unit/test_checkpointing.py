@@ -18,7 +18,7 @@ from peer.snapshots import Snapshot
 from swarm.config import parse_config
 from swarm.errors import RefusedError, StorageError
 from swarm.model import build_pipeline
-from swarm.terms import Term
+from swarm.terms import Ballot, Record, Term
 
 Break = Callable[[pytest.MonkeyPatch], None]
 
@@ -132,3 +132,18 @@ def test_as_many_are_kept_as_the_run_says(taking: Taking) -> None:
     for step in (3, 6, 9, 12):
         assert taking.take(step) is not None
     assert sorted(os.listdir(taking.root)) == ["step-12", "step-9"]
+
+
+def test_what_the_run_went_back_to_stays_beside_what_it_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a damaged one would be the only one on its way."""
+    taking = Taking(tmp_path, monkeypatch)
+    for step in (8, 12):
+        taking.take(step)
+    term = Term(1, 1, "a")
+    taking.leader.record = Record(
+        Ballot(term, 9, 1), "", {}, {}, 0.0, 1.0, 0.0, "applied", 0.0, 0, base=8, saved=8
+    )
+    taking.take(10)
+    assert sorted(os.listdir(taking.root)) == ["step-10", "step-12", "step-8"]

@@ -478,6 +478,31 @@ def test_a_run_that_went_back_and_forth_goes_on_from_what_it_has_passed_through(
         newest(tmp_path, config, a_record(saved=2, epoch=9, base=2))
 
 
+def test_what_was_left_behind_takes_no_place_of_what_the_run_went_back_to(tmp_path: Path) -> None:
+    """With one of them damaged, the run would begin anew."""
+    config = a_config()
+    for step, epoch in ((4, 0), (8, 0), (12, 0), (6, 1)):
+        write(tmp_path, config, step, epoch)
+    record = a_record(saved=4, epoch=1, base=4)
+
+    def left() -> list[int]:
+        checkpoints.prune(tmp_path, 2, config.run_id, record)
+        return sorted(int(name[5:]) for name in os.listdir(tmp_path / "checkpoints"))
+
+    assert left() == [4, 6, 12]
+    write(tmp_path, config, 8, epoch=1)
+    assert left() == [6, 8]
+
+
+def test_what_a_run_has_gone_forth_to_is_kept(tmp_path: Path) -> None:
+    """Of an epoch before the one that it left for it."""
+    config = a_config()
+    for step, epoch in ((4, 0), (10, 0), (6, 1), (8, 1), (12, 2)):
+        write(tmp_path, config, step, epoch)
+    checkpoints.prune(tmp_path, 2, config.run_id, a_record(saved=10, epoch=2, base=10))
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-10", "step-12", "step-8"]
+
+
 def test_one_that_was_brought_here_is_newer_than_what_the_disk_knows(tmp_path: Path) -> None:
     config, record = a_config(), a_record(saved=4, step=5)
     for step, epoch in ((4, 0), (12, 0), (16, 1)):
