@@ -128,6 +128,7 @@ def lead(
             where = ports_as_before(run_dir, listen)
             final = until_interrupted(process.run(listen=where, announce=announce))
         except KeyboardInterrupt:
+            pending = resume is not None and not _has_gone_back(run_dir, known.committed)
             again = command_line(
                 *("swarm", "train", run),
                 steps=steps,
@@ -138,10 +139,15 @@ def lead(
                 identity=identity,
                 join=join,
                 lan=lan,
+                resume=resume if pending else None,
+                accept_loss=pending and accept_loss,
                 second_stages=second_stages or None,
                 plain=plain,
             )
-            view.note(f"stopped; {again} goes on from here if the peers stay")
+            if pending:  # without --resume it would go on from what is to be left
+                view.note(f"stopped before anything came of --resume; {again} tries again")
+            else:
+                view.note(f"stopped; {again} goes on from here if the peers stay")
             raise
         finally:
             follower.refresh()
@@ -150,6 +156,14 @@ def lead(
         return
     print(f"finished: {final['steps']} steps, sha256 {final['sha256']}")
     print(how_to_export(run_dir))
+
+
+def _has_gone_back(run_dir: Path, before: Record | None) -> bool:
+    """Whether a trainer knows of a later epoch by now than of its newest record `before`."""
+    with contextlib.suppress(StorageError):
+        record = last_vote(run_dir).committed
+        return record is not None and (before is None or record.epoch > before.epoch)
+    return False
 
 
 def how_to_export(run_dir: Path) -> str:

@@ -8,7 +8,9 @@ import json
 import shlex
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,6 +231,46 @@ def test_up_that_is_stopped_says_what_goes_on(
     )
     assert last_line(*flags, "--dir", new) == f"stopped; {told} goes on from step-{STEPS}"
     assert last_line(*shlex.split(told)[3:]) == unchanged, "it is taken as it is told"
+
+
+def test_train_that_is_stopped_before_it_goes_back_is_still_to_do_so(
+    begun: tuple[Path, RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the command it tells would go on from what was to be left."""
+    run_dir, config = begun
+    run = run_dir.parent / "a.toml"
+    left: list[Vote] = [known(epoch=1)]
+
+    def commit() -> None:
+        disk = FileDisk(run_dir / "trainer")
+        asyncio.run(disk.save(left.pop()))
+        disk.close()
+
+    def stopped(main: None) -> None:
+        if left:
+            commit()
+        raise KeyboardInterrupt
+
+    def last_line(*flags: object) -> str:
+        done = CliRunner().invoke(app, ["train", str(run), *map(str, flags)])
+        assert done.exit_code == 130, done.stderr
+        return done.stdout.splitlines()[-1]
+
+    mine = load_identity(run_dir.parent / "DATA" / "swarm-parallel" / "trainer" / "identity.key")
+    leader = SimpleNamespace(run=lambda **options: None)
+    monkeypatch.setattr(run_leader, "LeaderProcess", lambda *args, **options: leader)
+    monkeypatch.setattr(commands, "until_interrupted", stopped)
+    monkeypatch.setattr(commands, "as_trainer", lambda *args: (config, mine))
+    commit()
+    asked = ["--dir", run_dir, "--resume", checkpoint(run_dir, epoch=1), "--accept-loss", "--plain"]
+    told = shlex.join(["swarm", "train", str(run), *map(str, asked)])
+    pending = f"stopped before anything came of --resume; {told} tries again"
+    assert last_line(*asked) == pending
+    left.append(replace(known(epoch=1), voters={"a": "disk"}))
+    assert last_line(*shlex.split(told)[3:]) == pending, "it is taken as it is told"
+    left.append(known(epoch=2))
+    plain = shlex.join(["swarm", "train", str(run), "--dir", str(run_dir), "--plain"])
+    assert last_line(*asked) == f"stopped; {plain} goes on from here if the peers stay"
 
 
 def test_what_makes_it_another_run_is_said(
