@@ -7,8 +7,8 @@ device queue and memory are shared; a microbatch may pass through both.
 So a move to another stage is a join and a polite leave. The new replica fetches its state while
 the old one goes on serving, is taken in like any joiner, and once a commit names it the old one
 asks to go: nothing is replayed, and whatever happens half way leaves a swarm in which some replicas
-have joined or left. Where memory does not hold both, the old one goes first. Who does not hear of
-the end of a move in time gives it up and stays what it was.
+have joined or left. Where memory does not hold both, the old one goes first. Whose move gets no
+further for too long gives it up and stays what it was; how long it takes in all does not matter.
 
 A leader may have a peer hold a second stage (`swarm.placement.chain`): one more replica, which the
 peer gives up before it moves.
@@ -28,7 +28,7 @@ from swarm.net.links import Links
 from swarm.tasks import TaskSet
 
 log = logging.getLogger(__name__)
-MOVE_S = 900.0  # for a download and the first commit with the new replica
+MOVE_S = 900.0  # for more of a download, or the first commit with the new replica
 HAND_OVER_S = 60.0  # one attempt at leaving; repeated, for what it waits for may take long
 RETRY_S = 1.0
 
@@ -169,21 +169,26 @@ class Host:
             return
         new = self._begin(order.stage, old.links.incarnation)
         new.left = moved
-        arrives = self._tasks.spawn(new.took_part.wait(), "arrives")
-        try:
-            await asyncio.wait(
-                (arrives, self._serving[new]),
-                timeout=MOVE_S,
-                return_when=asyncio.FIRST_COMPLETED,
-            )
-        finally:
-            arrives.cancel()
+        await self._arrival(new)
         if new.took_part.is_set():
             await self._leave(old)
             self._say(f"serving stage {order.stage}")  # the last thing said was of the other one
         elif old in self._serving and not old.finished.is_set():
             log.info("gave up moving to stage %d", order.stage)
             await self._end(new)
+
+    async def _arrival(self, new: Member) -> None:
+        """Until a commit names it, it has ended, or it got no further within `MOVE_S`."""
+        arrives = self._tasks.spawn(new.took_part.wait(), "arrives")
+        ends = (arrives, self._serving[new])
+        try:
+            while True:
+                before = new.reached
+                await asyncio.wait(ends, timeout=MOVE_S, return_when=asyncio.FIRST_COMPLETED)
+                if any(each.done() for each in ends) or new.reached == before:
+                    return
+        finally:
+            arrives.cancel()
 
     async def _leave(self, member: Member) -> None:
         """Until the leader lets it go, or it is gone otherwise."""

@@ -74,6 +74,7 @@ class CatchUp:
         )
         self._newest_epoch = 0
         self._distrusted_epoch = -1
+        self.most_share = 0.0  # of a state that has been here, however often one is begun anew
         self.resumed = 0  # chunks that were here when a download went on
         self._snapshots = 0
         self._told_percent = -1
@@ -326,6 +327,7 @@ class CatchUp:
 
     def _say_share(self, share: float) -> None:
         self._chunk_at = asyncio.get_running_loop().time()
+        self.most_share = max(self.most_share, share)
         percent = int(share * 100)
         if percent // 10 > self._told_percent // 10:
             self._told_percent = percent

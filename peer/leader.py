@@ -462,6 +462,7 @@ class Leader:
             self.router.remove(channel.incarnation)
             self.admission.forget(channel.incarnation)
             self.watch.forget(channel.incarnation)
+            self.rebalancing.left(member)
             self.probe("left", replica=channel.incarnation, reason=brief(str(channel.ended)))
             self.wake.set()
 

@@ -406,6 +406,12 @@ class Member:
         return self.server.parts.ledger.step if self.server else 0
 
     @property
+    def reached(self) -> tuple[float, bool]:
+        """How far it has ever come: the share of a state that was here, and whether it served."""
+        share = self.catching_up.most_share if self.catching_up is not None else 0.0
+        return share, self.has_served
+
+    @property
     def activity(self) -> str:
         """What it does at this moment, for those who look on."""
         server, orders = self.server, self.orders

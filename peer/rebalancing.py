@@ -50,8 +50,8 @@ if TYPE_CHECKING:
     from peer.leader import Leader
 
 log = logging.getLogger(__name__)
-RESERVED_S = 600.0  # who is under way counts where it goes for so long, whether it arrives or not
-REFUSED_S = 300.0  # a peer that refused is not asked again before
+RESERVED_S = 600.0  # who is under way counts where it goes for so long, some for longer
+REFUSED_S = 300.0  # a peer that refused, or gave a move up, is not asked again before
 MOVABLE = (Standing.SERVING, Standing.READY)  # before the first step nobody serves yet
 MAX_NEWS = 8  # moves that status shows
 SLOWED = 2.0  # a replica that takes so many times what it did says nothing of its stage
@@ -188,7 +188,7 @@ class Rebalancing:
                 fetching = known.fetching
         for member in coming:
             if member.offer.replaces or not serving:
-                arriving, until = member.stage, member.joined_at + RESERVED_S
+                arriving, until = member.stage, self._counts_until(member)
             else:
                 serving.append(member)  # a further stage beside those it serves
         offer = lives[-1].offer
@@ -216,6 +216,13 @@ class Rebalancing:
             fetching=fetching,
         )
 
+    def _counts_until(self, coming: Member) -> float:
+        """A mover counts as long as it is there, for its host ends one that gets no further; but a
+        stage that nobody else has a state of is not left to it for ever."""
+        there = self.leader.members.of_stage(coming.stage)
+        others = any(each.standing is not Standing.JOINING for each in there)
+        return math.inf if coming.offer.replaces and others else coming.joined_at + RESERVED_S
+
     # ---- joiners --------------------------------------------------------------------------------
 
     def place(self, incarnation: str, offer: Offer) -> Placement:
@@ -241,6 +248,22 @@ class Rebalancing:
         peer.moved_at = asyncio.get_running_loop().time()
         source = -1 if peer.source is None else peer.source
         self._tell("moved", member.incarnation, source, member.stage, "")
+
+    def left(self, member: Member) -> None:
+        """A replica is gone. If it was to replace one that stays, its move has come to nothing, and
+        would again: as who refuses, its peer is not asked for a while."""
+        old = self.leader.members.get(member.offer.replaces)
+        if old is not None and not member.arrived:
+            self._refused(old, member.stage, "it did not get there")
+
+    def _refused(self, mover: Member, stage: int, reason: str, *, also: bool = False) -> None:
+        peer = self._of(mover.incarnation)
+        if also:
+            peer.fetching, peer.fetching_until = None, -math.inf
+        else:
+            peer.target, peer.until = None, -math.inf
+        peer.pinned_until = asyncio.get_running_loop().time() + REFUSED_S
+        self._tell("move_refused", mover.incarnation, mover.stage, stage, reason)
 
     def _of(self, incarnation: str) -> _Peer:
         return self._peers.setdefault(peer_of(incarnation), _Peer())
@@ -319,14 +342,8 @@ class Rebalancing:
             refusal = brief(str(answer.get("refusal", "")))
         except SwarmError as error:
             refusal = brief(str(error))
-        peer = self._of(mover.incarnation)
         if refusal:
-            if also:
-                peer.fetching, peer.fetching_until = None, -math.inf
-            else:
-                peer.target, peer.until = None, -math.inf
-            peer.pinned_until = asyncio.get_running_loop().time() + REFUSED_S
-            self._tell("move_refused", mover.incarnation, mover.stage, stage, refusal)
+            self._refused(mover, stage, refusal, also=also)
         else:
             what = "second" if also else "move"
             self._tell(what, mover.incarnation, mover.stage, stage, order.reason)

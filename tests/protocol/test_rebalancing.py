@@ -195,6 +195,30 @@ def test_a_mover_that_dies_costs_a_replica_and_no_more() -> None:
     assert count(told, "moved") >= 1
 
 
+def test_a_move_that_takes_long_is_not_given_up_while_more_of_the_state_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The download takes several times as long as may pass without any of it."""
+    monkeypatch.setattr("peer.host.MOVE_S", 12.0)
+    swarm = AdaptiveSwarm(plan=plan(MICROBATCHES, 15), seconds=(0.05, 0.1), latency_s=0.2, chunk=1)
+    ordered: dict[str, float] = {}
+    lasted: list[float] = []
+    probe = swarm.on_probe
+
+    def on_probe(who: str, point: str, facts: dict[str, Any]) -> None:
+        probe(who, point, facts)
+        if point == "record" and facts["step"] == 2:
+            swarm.costs = (1.0, 1.0, 4.0)  # by now a state cannot be drawn anew
+        if point == "move":
+            ordered[peer_of(facts["replica"])] = swarm.loop.time()
+        if point == "moved":
+            lasted.append(swarm.loop.time() - ordered[peer_of(facts["replica"])])
+
+    swarm.on_probe = on_probe  # type: ignore[method-assign]
+    assert swarm.run(15)["sha256"] == baseline(15, MICROBATCHES)[0]
+    assert max(lasted, default=0.0) > 24.0, "no move has taken long"
+
+
 def test_a_mover_that_starts_again_in_its_old_stage_counts_there() -> None:
     """Killed while it moves: where it was to go, somebody else is wanted at once."""
     swarm = AdaptiveSwarm(plan=plan(MICROBATCHES, 14), costs=(1.0, 1.0, 4.0))

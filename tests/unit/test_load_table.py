@@ -15,7 +15,7 @@ import torch
 from peer.launch import plan_of
 from peer.measure import StageFacts
 from peer.members import Member, Members, Offer, Standing
-from peer.rebalancing import RESERVED_S, Rebalancing
+from peer.rebalancing import REFUSED_S, RESERVED_S, Rebalancing
 from swarm.ahead import NONE
 from swarm.config import load_config
 from swarm.model.layout import ParameterLayout
@@ -194,6 +194,41 @@ def test_who_is_on_its_way_counts_there_and_not_for_ever() -> None:
         return found
 
     assert run(counted(), limit_s=3 * RESERVED_S) == [2, None]
+
+
+@pytest.mark.parametrize(("beside", "after"), [(2, 2), (1, None)], ids=["served", "empty"])
+def test_a_mover_counts_as_long_as_it_is_there_unless_it_is_the_only_one(
+    beside: int, after: int | None
+) -> None:
+    async def counted() -> list[int | None]:
+        old, other = member("a", 0, speed=1.0), member("b", beside, speed=1.0)
+        coming = Member("a#2", 2, (), Standing.JOINING, offer=Offer(replaces="a#1"))
+        coming.joined_at = asyncio.get_running_loop().time()
+        books, found = Rebalancing(leader_of(old, other, coming)), []
+        for _ in range(2):
+            found.append(books.table().peers[0].arriving)
+            await asyncio.sleep(3 * RESERVED_S)
+        return found
+
+    assert run(counted(), limit_s=9 * RESERVED_S) == [2, after]
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+def test_who_gave_a_move_up_is_left_alone_for_a_while(arrived: bool) -> None:
+    async def pinned() -> list[bool]:
+        old, new = member("a", 0, speed=1.0), Member("a#2", 2, (), offer=Offer(replaces="a#1"))
+        leader = leader_of(old)
+        leader.probe, leader.next_step = (lambda *_, **__: None), 0
+        books, found = Rebalancing(leader), []
+        if arrived:
+            books.admitted(new)
+        books.left(new)
+        for _ in range(2):
+            found.append(books.table().peers[0].pinned)
+            await asyncio.sleep(REFUSED_S)
+        return found
+
+    assert run(pinned(), limit_s=3 * REFUSED_S) == [not arrived, False]
 
 
 def test_two_replicas_of_a_device_are_one_peer_with_a_second_stage() -> None:
