@@ -28,6 +28,7 @@ from swarm.wire.frames import no_tensors
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 LEASE_S = 5.0
+LOYAL_SHARE = 0.5  # of its lease a trainer promises nobody else: over before anybody's patience is
 TELL_EVERY_S = 1.0
 FINISHED_AGAIN_S = 0.3
 RANK_S = 2.0
@@ -237,6 +238,7 @@ class Trainer(Generic[T]):
         vote, body = self.quorum.vote, message.body
         if term >= vote.promised:
             self._heard.set()
+            self.quorum.follow(term, self._lease_s * LOYAL_SHARE)
         if body.get("finished") is True:
             steps = count(body.get("steps"))
             # Of an earlier term too: with all steps committed, only a new epoch would go back.

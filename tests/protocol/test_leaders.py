@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 
+from peer.disk import MemoryDisk
 from peer.leader import Leader
-from peer.quorum import NO_MAJORITY
+from peer.quorum import NO_MAJORITY, Quorum
 from peer.run_leader import LeaderProcess
 from swarm.consensus import COMPLETING, Term, Vote
 from swarm.net.links import peer_of
+from swarm.sim.virtual_time import run
 from tests.protocol.rivals import FIVE, Rival
 from tests.protocol.simulated import LEADER, Fault, Swarm, baseline, plan
 
@@ -180,6 +182,61 @@ def test_a_leader_that_waits_for_replicas_beyond_the_cut_gives_up_the_others() -
     assert times(swarm, "record", *TRAINERS)[-1] < 30.0
 
 
+def cut_from_one(faults: list[Fault], num_steps: int) -> Swarm:
+    """A leader and the next in rank do not reach each other; the third reaches both. A step takes
+    longer than one of them would lead, if they deposed one another."""
+    cut = Fault("forward", "cut", step=1, victim="t0", other="t1", duration_s=1000.0)
+    faults = [cut, *faults]
+    swarm = Swarm(plan=plan(8, num_steps), trainer_ids=TRAINERS, seconds=(1.0, 2.0), faults=faults)
+    assert swarm.run(num_steps)["sha256"] == baseline(num_steps, 8)[0]
+    assert swarm.fired == faults, "nothing was injected"
+    return swarm
+
+
+def test_two_trainers_that_do_not_reach_each_other_do_not_take_turns() -> None:
+    swarm = cut_from_one([], 8)
+    assert list(swarm.chronicle.terms.values()) == ["t0"]
+    assert times(swarm, "record", "t0")[-1] > 60.0
+
+
+@pytest.mark.parametrize("action", ["kill", "freeze"])
+def test_who_was_refused_for_a_leader_succeeds_it(action: str) -> None:
+    """Its voter was loyal to one that it heard of, and is no longer."""
+    swarm = cut_from_one([Fault("forward", action, step=3, victim="t0", duration_s=300.0)], 5)
+    leaders = list(swarm.chronicle.terms.values())
+    assert leaders[0] == "t0"
+    assert len(leaders) == 2
+    died = [at for at, _, what, _ in swarm.events if what == "fault"][-1]
+    joined = [at for at in times(swarm, "joined", *TRAINERS) if at > died]
+    assert joined[0] - died < 15.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "after_s", "connected", "loyal"),
+    [
+        (Term(1, 6, "t1#1"), 2.0, True, True),
+        (Term(1, 6, "t1#1"), 3.0, True, False),
+        (Term(1, 6, "t1#1"), 2.0, False, False),
+        (Term(2, 6, "t1#1"), 2.0, True, False),
+        (Term(1, 6, "t0#2"), 2.0, True, False),
+        (Term(1, 4, "t1#1"), 2.0, True, False),
+    ],
+    ids=["a-rival", "silent-for-long", "gone", "an-order", "the-leader-itself", "stale"],
+)
+def test_whom_a_trainer_refuses_that_hears_a_leader(
+    asked: Term, after_s: float, connected: bool, loyal: bool
+) -> None:
+    async def main() -> bool:
+        quorum = Quorum(TRAINERS, "t2", MemoryDisk())
+        links: Any = SimpleNamespace(open_channel=lambda name: object() if connected else None)
+        quorum.links = links
+        quorum.follow(Term(1, 5, "t0#1"), 2.5)
+        await asyncio.sleep(after_s)
+        return quorum._is_loyal(asked)
+
+    assert run(main()) is loyal
+
+
 class OverElsewhere(Swarm):
     """t0 hears that the run is over while it asks trainers for their votes that are gone."""
 
@@ -259,10 +316,8 @@ class SaysFarewell(Swarm):
         links = self.trainers[name].links
         self.later(0.5, links.end_channels, "t1#1", "the line is down")
         self.later(1.0, self.network.heal, "t0", "t1")
-        run = SimpleNamespace(trainers=self.trainer_ids)
-        process: Any = SimpleNamespace(
-            config=SimpleNamespace(run=run), identity=SimpleNamespace(peer_id=name)
-        )
+        config = SimpleNamespace(run=SimpleNamespace(trainers=self.trainer_ids))
+        process: Any = SimpleNamespace(config=config, identity=SimpleNamespace(peer_id=name))
         await LeaderProcess._farewell(process, self.trainers[name], leader)
         self.fail(AssertionError("t1 was not told"))
 
