@@ -128,7 +128,7 @@ def lead(
             where = ports_as_before(run_dir, listen)
             final = until_interrupted(process.run(listen=where, announce=announce))
         except KeyboardInterrupt:
-            pending = resume is not None and not _has_gone_back(run_dir, known.committed)
+            pending = process.goes_back and not _has_gone_back(run_dir, known.committed)
             again = command_line(
                 *("swarm", "train", run),
                 steps=steps,

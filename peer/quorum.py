@@ -364,8 +364,8 @@ class Quorum:
         await self._from_voter(channel, message)
         term = Term.read(message.body.get("term"))
         self._own_term(channel, term)
-        if self._is_loyal(term):
-            raise RefusedError("another trainer leads")
+        if self._is_loyal(term):  # with the vote: who asks may not know of an epoch
+            return self._reply(Answer(False, self.vote, "another trainer leads"))
         return self._reply(await self._change(lambda vote: on_prepare(vote, term)))
 
     def follow(self, term: Term, seconds: float) -> None:

@@ -217,11 +217,12 @@ class Rebalancing:
         )
 
     def _counts_until(self, coming: Member) -> float:
-        """A mover counts as long as it is there, for its host ends one that gets no further; but a
-        stage that nobody else has a state of is not left to it for ever."""
+        """A mover counts as long as it and what it replaces are there, for its host ends one that
+        gets no further; but a stage that nobody else has a state of is not left to it for ever."""
         there = self.leader.members.of_stage(coming.stage)
         others = any(each.standing is not Standing.JOINING for each in there)
-        return math.inf if coming.offer.replaces and others else coming.joined_at + RESERVED_S
+        moves = self.leader.members.get(coming.offer.replaces) is not None and not coming.arrived
+        return math.inf if moves and others else coming.joined_at + RESERVED_S
 
     # ---- joiners --------------------------------------------------------------------------------
 
@@ -253,7 +254,8 @@ class Rebalancing:
         """A replica is gone. If it was to replace one that stays, its move has come to nothing, and
         would again: as who refuses, its peer is not asked for a while."""
         old = self.leader.members.get(member.offer.replaces)
-        if old is not None and not member.arrived:
+        over = self.leader.admission.finished or (old is not None and old.leaving)
+        if old is not None and not member.arrived and not over:
             self._refused(old, member.stage, "it did not get there")
 
     def _refused(self, mover: Member, stage: int, reason: str, *, also: bool = False) -> None:

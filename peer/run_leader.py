@@ -112,6 +112,7 @@ class LeaderProcess:
         self._on_link, self._on_step, self._show = on_link, on_step, show
         self._cache_dir, self._lan = cache_dir, lan
         self._bootstrap, self._resume, self._say = tuple(bootstrap), resume, say
+        self.goes_back = resume is not None  # unless it turns out that nothing is to be done for it
         self._accept_loss, self._moves = accept_loss, moves
         self._addresses: dict[str, tuple[str, ...]] = group_by_trainer(bootstrap)
         self._shown: Mapping[str, Any] = self.status.as_dict()  # the status as last built
@@ -274,6 +275,7 @@ class LeaderProcess:
         `record`: the newest that it knows."""
         order, alone = None, len(self.config.run.trainers) <= 1 or self._accept_loss
         resume = source_of(self._resume, record, self.run_dir, alone=alone)
+        self.goes_back = resume is not None
         if resume is not None:
             order = await asyncio.to_thread(
                 take_over,

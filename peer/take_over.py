@@ -131,18 +131,28 @@ def take_over(
     weigh(record)
     place = run_dir / "checkpoints" / f"step-{step}"  # by another name it is not found again
     if checkpoints.real(reader.directory) != checkpoints.real(place):
-        if checkpoints.is_complete(place) and not _same_state(reader.directory, place):
+        there = checkpoints.is_complete(place)
+        if there and not _same_state(reader.directory, place):
             raise DataError(
                 f"{place} is there already, with another state than {reader.directory}",
                 f"move it out of {place.parent}, or name another",
             )
-        origin = _adopt(reader, run_dir, config)
+        found = _whole(place, config, pipeline) if there else None  # records may name just that one
+        origin = found or _adopt(reader, run_dir, config)
 
     async def order(newest: Record | None) -> Origin:
         weigh(newest)
         return origin
 
     return order
+
+
+def _whole(place: Path, config: RunConfig, pipeline: ModelPipeline) -> Origin | None:
+    """What a checkpoint holds, if all of it can be read."""
+    try:
+        return reader_of(place, config, pipeline).origin()
+    except DataError:
+        return None
 
 
 def _must_begin(run_dir: Path) -> None:
@@ -256,6 +266,8 @@ def _adopt(reader: CheckpointReader, run_dir: Path, config: RunConfig) -> Origin
             "stages": entries,
             "epoch": int(reader.manifest.get("epoch", 0)),
         }
+        if "parent" in reader.manifest:
+            manifest["parent"] = reader.manifest["parent"]
         if parent["run_id"] != config.run_id:
             manifest |= {"epoch": 0, "parent": parent}
             write_durably(run_dir / PARENT, json.dumps(parent, indent=1).encode())

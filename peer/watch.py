@@ -13,8 +13,8 @@ Once a step waits for suspects alone, waiting longer than it takes to compute th
 a loss, and they are left out of the step; they are taken back as soon as they answer, and waited
 for twice as long the next time: else a step whose microbatches take longer might never end.
 
-All that counts against a replica fades with the steps that it helps to make: in days anybody is
-left out now and then.
+How often a replica was left out fades with the steps that it helps to make: in days anybody is now
+and then.
 """
 
 from __future__ import annotations

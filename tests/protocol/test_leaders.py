@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,8 @@ from peer.disk import MemoryDisk
 from peer.leader import Leader
 from peer.quorum import NO_MAJORITY, Quorum
 from peer.run_leader import LeaderProcess
-from swarm.consensus import COMPLETING, Term, Vote
+from swarm.consensus import COMPLETING, Answer, Term, Vote
+from swarm.net.channel import Message
 from swarm.net.links import peer_of
 from swarm.sim.virtual_time import run
 from tests.protocol.rivals import FIVE, Rival
@@ -226,15 +228,22 @@ def test_who_was_refused_for_a_leader_succeeds_it(action: str) -> None:
 def test_whom_a_trainer_refuses_that_hears_a_leader(
     asked: Term, after_s: float, connected: bool, loyal: bool
 ) -> None:
-    async def main() -> bool:
+    async def main() -> dict[str, Any]:
         quorum = Quorum(TRAINERS, "t2", MemoryDisk())
         links: Any = SimpleNamespace(open_channel=lambda name: object() if connected else None)
         quorum.links = links
+        await quorum._change(lambda vote: Answer(True, replace(vote, promised=Term(1, 5, "t0#1"))))
         quorum.follow(Term(1, 5, "t0#1"), 2.5)
         await asyncio.sleep(after_s)
-        return quorum._is_loyal(asked)
+        channel: Any = SimpleNamespace(peer=asked.trainer)
+        question = Message({"term": list(asked), "disk": "its disk"})
+        return (await quorum._on_prepare(channel, question)).body
 
-    assert run(main()) is loyal
+    answer = run(main())
+    stale = asked < Term(1, 5, "t0#1")
+    assert answer["yes"] is not (loyal or stale)
+    promised = Vote.unpack(answer["vote"]).promised  # who is refused learns of what it lacks
+    assert promised == (asked if answer["yes"] else Term(1, 5, "t0#1"))
 
 
 class OverElsewhere(Swarm):

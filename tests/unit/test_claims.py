@@ -257,7 +257,7 @@ def test_train_that_is_stopped_before_it_goes_back_is_still_to_do_so(
         return done.stdout.splitlines()[-1]
 
     mine = load_identity(run_dir.parent / "DATA" / "swarm-parallel" / "trainer" / "identity.key")
-    leader = SimpleNamespace(run=lambda **options: None)
+    leader = SimpleNamespace(run=lambda **options: None, goes_back=True)
     monkeypatch.setattr(run_leader, "LeaderProcess", lambda *args, **options: leader)
     monkeypatch.setattr(commands, "until_interrupted", stopped)
     monkeypatch.setattr(commands, "as_trainer", lambda *args: (config, mine))
@@ -270,7 +270,10 @@ def test_train_that_is_stopped_before_it_goes_back_is_still_to_do_so(
     assert last_line(*shlex.split(told)[3:]) == pending, "it is taken as it is told"
     left.append(known(epoch=2))
     plain = shlex.join(["swarm", "train", str(run), "--dir", str(run_dir), "--plain"])
-    assert last_line(*asked) == f"stopped; {plain} goes on from here if the peers stay"
+    gone_on = f"stopped; {plain} goes on from here if the peers stay"
+    assert last_line(*asked) == gone_on
+    leader.goes_back = False  # others have gone on: nothing was to be done for it
+    assert last_line(*asked) == gone_on
 
 
 def test_what_makes_it_another_run_is_said(

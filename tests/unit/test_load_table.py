@@ -32,6 +32,7 @@ def leader_of(*members: Member) -> Any:
     """What `Rebalancing` asks a leader for."""
     known = Members(len(SHAPES), {each.incarnation: each for each in members})
     return SimpleNamespace(
+        admission=SimpleNamespace(finished=False),
         members=known,
         router=Router(),
         pipeline=SimpleNamespace(

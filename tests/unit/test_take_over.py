@@ -445,6 +445,15 @@ def test_a_copy_by_another_name_replaces_no_other_state_of_its_step(tmp_path: Pa
     assert checkpoints.is_complete(there)
 
 
+def test_a_copy_by_another_name_leaves_its_equal_as_records_name_it(tmp_path: Path) -> None:
+    config = a_config()
+    there = write(tmp_path, config, 4)
+    shutil.copytree(there, named := there.parent / "step-4.keep")
+    sha256 = checkpoints.manifest_sha256(there)
+    assert resume(named, tmp_path, config) == 4
+    assert checkpoints.manifest_sha256(there) == sha256
+
+
 def test_a_link_to_a_checkpoint_beside_it_is_that_checkpoint(tmp_path: Path) -> None:
     named = write(tmp_path, a_config(), 4)
     sha256 = checkpoints.manifest_sha256(named)
