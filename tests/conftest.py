@@ -14,3 +14,4 @@ def collect_only_what_is_new() -> Iterator[None]:
     gc.freeze()
     yield
     gc.collect()
+    gc.unfreeze()  # what is frozen is hidden from who looks for referrers, as hypothesis does
