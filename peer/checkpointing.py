@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from peer import checkpoints
+from peer import checkpoints, run_dirs
 from peer.inquiries import fetch_states
 from peer.leader import Leader
 from peer.snapshots import Snapshot
@@ -84,7 +84,7 @@ class Checkpointer:
             checkpoints.abandon(staging)
             raise
         keep = self.config.checkpoint.keep
-        checkpoints.prune(self.run_dir, keep, self.config.run_id, record)
+        run_dirs.prune(self.run_dir, keep, self.config.run_id, record)
         return path
 
 

@@ -55,8 +55,8 @@ def continued(config: RunConfig, source: Path) -> Path | None:
     None: it is another run, which is said, and would begin with that state in a directory of its
     own. Raises ConfigError when there is no such directory.
     """
-    from peer.checkpoints import run_dir_of
     from peer.launch import stamp
+    from peer.run_dirs import run_dir_of
 
     run_dir = run_dir_of(source)
     if not (run_dir / "run.json").exists():
@@ -70,7 +70,7 @@ def continued(config: RunConfig, source: Path) -> Path | None:
 def refuse_elsewhere(run_dir: Path, directory: Path | None) -> None:
     """Raises ConfigError when the run that goes on in `run_dir` is to go on in another directory:
     what its trainer has promised is written there."""
-    from peer.checkpoints import real
+    from peer.run_dirs import real
 
     if directory is not None and real(directory) != real(run_dir):
         raise ConfigError(f"the run goes on in its own directory, {run_dir}", "leave --dir out")
@@ -78,7 +78,7 @@ def refuse_elsewhere(run_dir: Path, directory: Path | None) -> None:
 
 def say_what_differs(config: RunConfig, source: Path) -> None:
     """Say so if `source`, a run's directory or a checkpoint in it, is of another run."""
-    from peer.checkpoints import run_dir_of
+    from peer.run_dirs import run_dir_of
 
     run_dir = run_dir_of(source)
     with contextlib.suppress(StorageError):  # the checkpoint alone matters

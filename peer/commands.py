@@ -250,7 +250,7 @@ def run_locally(
 
 def _where_it_stopped(run_dir: Path, config: RunConfig, before: Record | None, again: str) -> str:
     """What is said of a stopped swarm whose newest record was `before` when it began."""
-    from peer.checkpoints import passed_through
+    from peer.run_dirs import passed_through
 
     if not run_dir.exists():
         return "stopped before it began"

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from peer import checkpoints
+from peer import checkpoints, run_dirs
 from swarm.config import (
     RunConfig,
     canonical_bytes,
@@ -47,7 +47,7 @@ def export_checkpoint(
     pretrained model than the run's), ConfigError (PipelineError), StorageError; `out` is as it was
     then.
     """
-    if checkpoints.is_checkpoint(source):
+    if run_dirs.is_checkpoint(source):
         return _export(Path(source), out, cache_dir)
     refused: DataError | None = None
     passed: list[str] = []
@@ -56,14 +56,14 @@ def export_checkpoint(
         passed.append(line)
         say(line)
 
-    run_dir = checkpoints.run_dir_of(source)
-    for path in checkpoints.newest_first(run_dir, pass_over, checkpoints.run_id_in(run_dir)):
+    run_dir = run_dirs.run_dir_of(source)
+    for path in run_dirs.newest_first(run_dir, pass_over, run_dirs.run_id_in(run_dir)):
         try:
             return _export(path, out, cache_dir)
         except _ChangedError:
             raise
         except DataError as error:
-            say(checkpoints.passed_over(path, error))
+            say(run_dirs.passed_over(path, error))
             refused = refused or error
     raise refused or DataError(
         f"{source} holds no complete checkpoint",

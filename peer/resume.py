@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from peer import checkpoints
+from peer import checkpoints, run_dirs
 from peer.checkpointing import SEPARATOR, split_state
 from peer.inquiries import snapshot_mark
 from peer.restoring import AwayError, Origin
@@ -189,7 +189,7 @@ class SavedStates:
         return await asyncio.to_thread(self._newest, record)
 
     async def highest_epoch(self) -> int:
-        return await asyncio.to_thread(checkpoints.highest_epoch, self.run_dir)
+        return await asyncio.to_thread(run_dirs.highest_epoch, self.run_dir)
 
     async def state(self, record: Record, stage: int) -> Snapshot:
         return await asyncio.to_thread(self._state, record, stage)
@@ -205,7 +205,7 @@ class SavedStates:
                 self.say(line)
 
         saved, unreadable = record.saved if record else 0, set[str]()
-        for path in checkpoints.passed_through(self.run_dir, self.config.run_id, record, note):
+        for path in run_dirs.passed_through(self.run_dir, self.config.run_id, record, note):
             try:
                 reader = self._open(path)
                 # After an election nobody hears of this trainer until it has looked, so what was
@@ -214,7 +214,7 @@ class SavedStates:
                 self._read[reader.sha256] = origin
             except DataError as error:
                 unreadable.add(path.name)
-                note(checkpoints.passed_over(path, error))
+                note(run_dirs.passed_over(path, error))
                 continue
             self._must_be_newest(origin.step, saved, unreadable)
             return replace(origin, notes=tuple(notes))
@@ -244,7 +244,7 @@ class SavedStates:
         last = self._reader  # `newest` may look meanwhile, in another thread
         if last is not None and last.sha256 == record.checkpoint:
             return last
-        for path in checkpoints.newest_first(self.run_dir):
+        for path in run_dirs.newest_first(self.run_dir):
             try:
                 reader = self._open(path)
             except DataError:  # a damaged one, named when it was passed over

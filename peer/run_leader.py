@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from peer import checkpoints
+from peer import run_dirs
 from peer.checkpointing import Checkpointer
 from peer.disk import FileDisk, write_durably
 from peer.inquiries import held_hashes, validate
@@ -316,7 +316,7 @@ class LeaderProcess:
             ) from None
         refuse_another_run(self.run_dir, self.config)
         if self._resume is None:
-            checkpoints.has_any(self.run_dir)  # they can be looked for, should a stage be lost
+            run_dirs.has_any(self.run_dir)  # they can be looked for, should a stage be lost
             write_durably(path, data)
 
     # ---- leading --------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from peer import checkpoints
+from peer import checkpoints, run_dirs
 from peer.checkpointing import write_state
 from peer.cli.command_line import command_line
 from peer.disk import write_durably
@@ -40,8 +40,8 @@ def source_of(
     first, or lost. Raises DataError.
     """
     if resume is not None:
-        lacks = record is not None and record.saved and not checkpoints.has_any(run_dir)
-        if record is not None and lacks and not checkpoints.is_checkpoint(resume):
+        lacks = record is not None and record.saved and not run_dirs.has_any(run_dir)
+        if record is not None and lacks and not run_dirs.is_checkpoint(resume):
             raise DataError(
                 f"the run has a checkpoint of step {record.saved}, which is not in {run_dir}",
                 PUT_THERE,
@@ -56,8 +56,8 @@ def source_of(
         return None
     adopted = (run_dir / PARENT).exists()
     if alone:
-        return run_dir if adopted or checkpoints.has_any(run_dir) else None
-    if adopted and not checkpoints.highest_epoch(run_dir):
+        return run_dir if adopted or run_dirs.has_any(run_dir) else None
+    if adopted and not run_dirs.highest_epoch(run_dir):
         raise DataError(  # the others may have begun without this one, or wait for it
             f"{run_dir} was to go on from another run, and may not have begun to",
             f"give {command_line(resume=run_dir)}, or remove its parent.json and checkpoints/ to "
@@ -98,8 +98,8 @@ def take_over(
     again. One with checkpoints that did not come of `source` takes none from there, so that those
     in a directory are all of one training. Raises ConfigError, DataError, StorageError.
     """
-    mine = checkpoints.run_dir_of(source) == checkpoints.real(run_dir)
-    own = checkpoints.has_any(run_dir)
+    mine = run_dirs.run_dir_of(source) == run_dirs.real(run_dir)
+    own = run_dirs.has_any(run_dir)
     if own and not mine:
         if not _came_from(source, run_dir):
             raise DataError(
@@ -108,7 +108,7 @@ def take_over(
                 f"--dir; what is of this same run may be copied into {run_dir / 'checkpoints'}",
             )
         return saved.newest
-    named = checkpoints.is_checkpoint(source)
+    named = run_dirs.is_checkpoint(source)
     if mine and not named:
         if not own:
             _must_begin(run_dir)
@@ -125,12 +125,12 @@ def take_over(
             raise DataError(f"{what}, which is not in {run_dir}", PUT_THERE)
         raise DataError(f"{what} by now", "start without --resume to go on with it")
 
-    lies_in = checkpoints.real(reader.directory.absolute().parent)
-    if lies_in == checkpoints.real(run_dir / "checkpoints") and not wanted:
+    lies_in = run_dirs.real(reader.directory.absolute().parent)
+    if lies_in == run_dirs.real(run_dir / "checkpoints") and not wanted:
         raise DataError(f"{reader.directory} is of another run", "name one of this run")
     weigh(record)
     place = run_dir / "checkpoints" / f"step-{step}"  # by another name it is not found again
-    if checkpoints.real(reader.directory) != checkpoints.real(place):
+    if run_dirs.real(reader.directory) != run_dirs.real(place):
         there = checkpoints.is_complete(place)
         if there and not _same_state(reader.directory, place):
             raise DataError(
@@ -181,18 +181,18 @@ def read_newest(
     directory's. Raises ConfigError, DataError; so where it was not trained with `tokenizer`, the
     run's.
     """
-    if checkpoints.is_checkpoint(source):
+    if run_dirs.is_checkpoint(source):
         reader = reader_of(source, config, pipeline)
         _refuse_other_tokens(reader, config, tokenizer)
         return reader, reader.origin()
-    run_dir = checkpoints.run_dir_of(source)
+    run_dir = run_dirs.run_dir_of(source)
     refused: DataError | None = None
-    for path in checkpoints.newest_first(run_dir, say, checkpoints.run_id_in(run_dir)):
+    for path in run_dirs.newest_first(run_dir, say, run_dirs.run_id_in(run_dir)):
         try:
             reader = reader_of(path, config, pipeline)
             origin = reader.origin()
         except DataError as error:
-            say(checkpoints.passed_over(path, error))
+            say(run_dirs.passed_over(path, error))
             refused = error
         else:
             _refuse_other_tokens(reader, config, tokenizer)
@@ -200,21 +200,21 @@ def read_newest(
     if refused is not None:
         raise DataError(f"cannot go on from {source}: {refused.message}", refused.remedy)
     remedy = "set [checkpoint] every, or start from the file"
-    if checkpoints.has_any(run_dir):
+    if run_dirs.has_any(run_dir):
         remedy = f"{RESTORE}, or move them away"
     raise DataError(f"{source} holds no complete checkpoint", remedy)
 
 
 def _came_from(source: Path, run_dir: Path) -> bool:
     """Whether `parent.json` says that the run in `run_dir` went on from just that."""
-    parent, theirs = parent_of(run_dir), checkpoints.run_dir_of(source)
+    parent, theirs = parent_of(run_dir), run_dirs.run_dir_of(source)
     if parent is None or parent.get("path") != str(theirs):
         return False
-    if checkpoints.is_checkpoint(source):
+    if run_dirs.is_checkpoint(source):
         with contextlib.suppress(OSError):  # a torn one
             return checkpoints.manifest_sha256(source) == parent.get("checkpoint")
         return False
-    return checkpoints.run_id_in(theirs) in (None, parent.get("run_id"))
+    return run_dirs.run_id_in(theirs) in (None, parent.get("run_id"))
 
 
 def _refuse_other_tokens(
@@ -250,7 +250,7 @@ def _adopt(reader: CheckpointReader, run_dir: Path, config: RunConfig) -> Origin
         "run_id": reader.run_id,
         "step": reader.step,
         "checkpoint": reader.sha256,
-        "path": str(checkpoints.run_dir_of(reader.directory)),
+        "path": str(run_dirs.run_dir_of(reader.directory)),
     }
     former = (run_dir / PARENT).read_bytes() if (run_dir / PARENT).exists() else None
     staging = checkpoints.begin(run_dir, reader.step)

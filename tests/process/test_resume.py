@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from peer import checkpoints, local_entry, restoring
+from peer import checkpoints, local_entry, restoring, run_dirs
 from peer.local import LocalSwarm
 from swarm.config import RunConfig
 from swarm.errors import SwarmError
@@ -150,12 +150,12 @@ def test_train_resumes_with_other_volunteers_and_another_cut(forks: Forks, tmp_p
     begun = forks.swarm("train", first, *LOCAL)
     peers = [forks.peer("--join", begun.link, *LOCAL, pace_s=PACE_S) for _ in range(3)]
     (run_dir,) = (tmp_path / "runs").iterdir()
-    forks.until(lambda: checkpoints.newest_first(run_dir), "a checkpoint")
+    forks.until(lambda: run_dirs.newest_first(run_dir), "a checkpoint")
     for command in (begun, *peers):
         command.signal(signal.SIGKILL, daemons=True)
     for command in (begun, *peers):
         assert command.code() == -signal.SIGKILL, command
-    newest = checkpoints.load_manifest(checkpoints.newest_first(run_dir)[0])
+    newest = checkpoints.load_manifest(run_dirs.newest_first(run_dir)[0])
     step = newest["step"]
     steps = ("--steps", str(step + 4))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from peer import checkpointing, checkpoints
+from peer import checkpointing, checkpoints, run_dirs
 from peer.checkpointing import Checkpointer
 from peer.leader import Leader
 from peer.snapshots import Donor
@@ -115,7 +115,7 @@ def test_one_replica_of_each_stage_gives_its_part(taking: Taking) -> None:
         assert [name[:2] for name in sorted(asked)] == ["r0", "r1", "r2"]
         assert set(giving) == set(asked)
         assert len(giving) > 3 * len(asked)  # so there is a twin that could have given some
-    saved = checkpoints.newest_first(taking.run_dir)[::-1]
+    saved = run_dirs.newest_first(taking.run_dir)[::-1]
     assert saved == taking.taken
     assert [sha256_in(path, taking) for path in saved] == [
         baseline(step)[0] for step in range(1, STEPS + 1)

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from peer import checkpoints
+from peer import checkpoints, run_dirs
 from peer.export import export_checkpoint
 from swarm.config import RunConfig, canonical_bytes, parse_config, run_id_of, with_pretrained_hash
 from swarm.errors import ConfigError, DataError, StorageError
@@ -74,7 +74,7 @@ def write(
 
 
 def latest(run_dir: Path) -> Path | None:
-    return next(iter(checkpoints.newest_first(run_dir)), None)
+    return next(iter(run_dirs.newest_first(run_dir)), None)
 
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_torn_and_incomplete_checkpoints_are_ignored(tmp_path: Path) -> None:
     checkpoints.write_stage(staging, 0, a_state()[0], {})
     assert latest(tmp_path) == whole
     said: list[str] = []
-    assert checkpoints.newest_first(tmp_path, said.append)[0] == whole
+    assert run_dirs.newest_first(tmp_path, said.append)[0] == whole
     assert [line.split(":")[0] for line in said] == [
         f"passed over checkpoint step-{step}" for step in range(15, 10, -1)
     ]
@@ -184,11 +184,11 @@ def test_prune_keeps_the_newest_complete_ones(tmp_path: Path) -> None:
         write(tmp_path, step, a_state())
     (tmp_path / "checkpoints" / "step-2" / "manifest.json").unlink()
     (tmp_path / "checkpoints" / "step-11").mkdir()
-    gone = checkpoints.prune(tmp_path, 2, "ab")
+    gone = run_dirs.prune(tmp_path, 2, "ab")
     assert [path.name for path in gone] == ["step-2", "step-1"]
     left = ["step-10", "step-11", "step-5"]
     assert sorted(os.listdir(tmp_path / "checkpoints")) == left
-    checkpoints.prune(tmp_path, 0, "ab")
+    run_dirs.prune(tmp_path, 0, "ab")
     assert latest(tmp_path) == tmp_path / "checkpoints" / "step-10"
 
 
@@ -254,7 +254,7 @@ def write_until_killed(run_dir: Path, step: int, keep: int, at_once: bool, count
         checkpoints._exchange = lambda one, other: False
     sys.addaudithook(Killed(count))
     write(run_dir, step, state)
-    checkpoints.prune(run_dir, keep, "ab")
+    run_dirs.prune(run_dir, keep, "ab")
 
 
 @pytest.mark.parametrize(
@@ -297,7 +297,7 @@ def test_a_writer_killed_at_any_point_leaves_a_whole_checkpoint(
             break
         assert writer.exitcode == -signal.SIGKILL
         last = write(run_dir, 7, a_state())
-        checkpoints.prune(run_dir, 1, "ab")
+        run_dirs.prune(run_dir, 1, "ab")
         assert os.listdir(run_dir / "checkpoints") == [last.name], count
     assert len(found) > 20
     between = [] if at_once else [4]  # what had the name is away, what gets it is not there yet
@@ -532,13 +532,13 @@ def test_a_run_its_checkpoints_or_one_of_them_mean_the_run(tmp_path: Path) -> No
         step.mkdir(parents=True)
         (run / "run.json").write_text("{}")
         for source in (run, run / "checkpoints", step):
-            assert checkpoints.run_dir_of(source) == run.resolve()
-            assert checkpoints.is_checkpoint(source) == (source == step)
+            assert run_dirs.run_dir_of(source) == run.resolve()
+            assert run_dirs.is_checkpoint(source) == (source == step)
     copied = tmp_path / "copied"
     copied.mkdir()
-    assert checkpoints.run_dir_of(copied) == copied.resolve()
+    assert run_dirs.run_dir_of(copied) == copied.resolve()
     with pytest.raises(ConfigError, match=r"run\.json is no directory"):
-        checkpoints.run_dir_of(tmp_path / "run" / "run.json")
+        run_dirs.run_dir_of(tmp_path / "run" / "run.json")
 
 
 def test_checkpoints_may_lie_on_another_disk(tmp_path: Path) -> None:
@@ -550,29 +550,29 @@ def test_checkpoints_may_lie_on_another_disk(tmp_path: Path) -> None:
     (run / "checkpoints").symlink_to(Path("..") / "disk")
     for begun in (False, True):
         for source in (run, run / "checkpoints", step):
-            assert checkpoints.run_dir_of(source) == run.resolve()
-            assert checkpoints.is_checkpoint(source) == (source == step)
+            assert run_dirs.run_dir_of(source) == run.resolve()
+            assert run_dirs.is_checkpoint(source) == (source == step)
         if not begun:
             (run / "run.json").write_text("{}")
-    assert checkpoints.has_any(run)
+    assert run_dirs.has_any(run)
     shutil.rmtree(disk)
-    assert checkpoints.run_dir_of(run) == run.resolve()
-    for look in (checkpoints.has_any, checkpoints.newest_first):
+    assert run_dirs.run_dir_of(run) == run.resolve()
+    for look in (run_dirs.has_any, run_dirs.newest_first):
         with pytest.raises(DataError, match="cannot read") as away:
             look(run)
         assert "mount the disk" in away.value.remedy
     loop = tmp_path / "loop"
     loop.symlink_to("loop")
     with pytest.raises(ConfigError, match="no directory"):
-        checkpoints.run_dir_of(loop)
+        run_dirs.run_dir_of(loop)
 
 
 def test_a_link_to_a_checkpoint_means_its_run(tmp_path: Path) -> None:
     step = tmp_path / "run" / "checkpoints" / "step-4"
     step.mkdir(parents=True)
     (tmp_path / "newest").symlink_to(step)
-    assert checkpoints.run_dir_of(tmp_path / "newest") == (tmp_path / "run").resolve()
-    assert checkpoints.is_checkpoint(tmp_path / "newest")
+    assert run_dirs.run_dir_of(tmp_path / "newest") == (tmp_path / "run").resolve()
+    assert run_dirs.is_checkpoint(tmp_path / "newest")
 
 
 def test_an_export_takes_the_newest_that_is_whole(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from peer import checkpoints
+from peer import checkpoints, run_dirs
 from peer.checkpointing import write_state
 from peer.inquiries import snapshot_mark
 from peer.resume import PARENT, SavedStates
@@ -187,7 +187,7 @@ def test_those_of_another_run_are_passed_over_and_kept_from_pruning(tmp_path: Pa
     write(tmp_path, a_config(0.2), 2)
     assert resume(tmp_path, tmp_path, config) == 4
     write(tmp_path, config, 6)
-    gone = checkpoints.prune(tmp_path, 1, config.run_id)
+    gone = run_dirs.prune(tmp_path, 1, config.run_id)
     assert [path.name for path in gone] == ["step-4"]
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-100", "step-2", "step-6"]
 
@@ -206,7 +206,7 @@ def test_a_disk_that_is_full_leaves_a_directory_that_can_be_used(
         resume(source, run, a_config(0.2))
     monkeypatch.undo()
     assert not (run / PARENT).exists()
-    assert not checkpoints.has_any(run)
+    assert not run_dirs.has_any(run)
 
 
 def test_checkpoints_of_another_run_are_not_taken_for_this_ones(tmp_path: Path) -> None:
@@ -215,6 +215,17 @@ def test_checkpoints_of_another_run_are_not_taken_for_this_ones(tmp_path: Path) 
     for named in (tmp_path, tmp_path / "checkpoints" / "step-4"):
         with pytest.raises(DataError, match=r"is of another run|holds no complete checkpoint"):
             resume(named, tmp_path, a_config(0.2))
+
+
+@pytest.mark.parametrize("whose", [None, b'{"run": {"na', b"", b"\xff"])
+def test_a_directory_that_no_longer_says_whose_it_is_hides_no_checkpoint(
+    tmp_path: Path, whose: bytes | None
+) -> None:
+    """A torn `run.json` would hash to a run that never was, and all of them be of another."""
+    write(tmp_path / "run", a_config(), 4)
+    if whose is not None:
+        (tmp_path / "run" / "run.json").write_bytes(whose)
+    assert resume(tmp_path / "run", tmp_path / "new", a_config(0.2)) == 4
 
 
 def test_a_checkpoint_on_another_disk_is_replaced_and_pruned_as_a_link(tmp_path: Path) -> None:
@@ -230,7 +241,7 @@ def test_a_checkpoint_on_another_disk_is_replaced_and_pruned_as_a_link(tmp_path:
     shutil.move(path, away)
     path.symlink_to(away)
     write(tmp_path / "run", config, 6)
-    assert checkpoints.prune(tmp_path / "run", 1, config.run_id) == [path]
+    assert run_dirs.prune(tmp_path / "run", 1, config.run_id) == [path]
     write(tmp_path / "run", config, 8)
     assert sorted(os.listdir(path.parent)) == ["step-6", "step-8"]
     assert (away / checkpoints.MANIFEST).exists()
@@ -248,7 +259,7 @@ def test_a_linked_checkpoint_that_is_torn_is_not_the_run(tmp_path: Path) -> None
     torn = tmp_path / "run" / "checkpoints" / "step-6"
     torn.symlink_to(tmp_path / "torn")
     (tmp_path / "torn").mkdir()
-    assert checkpoints.is_checkpoint(torn)
+    assert run_dirs.is_checkpoint(torn)
     with pytest.raises(DataError, match="is not a complete checkpoint"):
         resume(torn, tmp_path / "run", a_config())
 
@@ -279,8 +290,8 @@ def test_the_directory_above_a_checkpoint_is_the_run(
     path = write(tmp_path, a_config(), 4)
     monkeypatch.chdir(path.parent)
     for named in ("..", f"{path}/../..", f"{path.parent}/.."):
-        assert not checkpoints.is_checkpoint(named)
-    assert checkpoints.is_checkpoint("step-4")
+        assert not run_dirs.is_checkpoint(named)
+    assert run_dirs.is_checkpoint("step-4")
 
 
 def a_record(saved: int, *, epoch: int = 0, base: int = 0, step: int = 9) -> Record:
@@ -409,7 +420,7 @@ def test_a_run_whose_checkpoints_are_away_takes_none_of_its_parents_again(tmp_pa
 def test_a_copy_of_this_runs_checkpoint_keeps_its_epoch(tmp_path: Path) -> None:
     config, run = a_config(), tmp_path / "run"
     assert resume(write(tmp_path / "copy", config, 6, 3), run, config) == 6
-    assert checkpoints.highest_epoch(run) == 3
+    assert run_dirs.highest_epoch(run) == 3
     assert not (run / PARENT).exists()
 
 
@@ -429,7 +440,7 @@ def test_a_checkpoint_that_was_renamed_gets_its_name_again(tmp_path: Path) -> No
             state = asyncio.run(saved.state(record, stage))
             assert state.fingerprint == origin.fingerprints[stage]
     assert sorted(os.listdir(named.parent)) == ["step-4", "step-4.keep", "step-8"]
-    assert checkpoints.highest_epoch(tmp_path) == 2
+    assert run_dirs.highest_epoch(tmp_path) == 2
 
 
 def test_a_copy_by_another_name_replaces_no_other_state_of_its_step(tmp_path: Path) -> None:
@@ -495,7 +506,7 @@ def test_what_was_left_behind_takes_no_place_of_what_the_run_went_back_to(tmp_pa
     record = a_record(saved=4, epoch=1, base=4)
 
     def left() -> list[int]:
-        checkpoints.prune(tmp_path, 2, config.run_id, record)
+        run_dirs.prune(tmp_path, 2, config.run_id, record)
         return sorted(int(name[5:]) for name in os.listdir(tmp_path / "checkpoints"))
 
     assert left() == [4, 6, 12]
@@ -508,7 +519,7 @@ def test_what_a_run_has_gone_forth_to_is_kept(tmp_path: Path) -> None:
     config = a_config()
     for step, epoch in ((4, 0), (10, 0), (6, 1), (8, 1), (12, 2)):
         write(tmp_path, config, step, epoch)
-    checkpoints.prune(tmp_path, 2, config.run_id, a_record(saved=10, epoch=2, base=10))
+    run_dirs.prune(tmp_path, 2, config.run_id, a_record(saved=10, epoch=2, base=10))
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-10", "step-12", "step-8"]
 
 
