@@ -123,32 +123,61 @@ class PeerProcess:
     async def run(self) -> None:
         """Serve until the run is finished. Raises SwarmError for what a person must mend:
         another run or version, a wrong flag, a taken port, a link where nobody ever answered."""
-        say = self.say = Speaker(self._write)
-        self._give_up_at = asyncio.get_running_loop().time() + self.options.give_up_s
+        self.say = Speaker(self._write)
+        clock = asyncio.get_running_loop().time
+        self._give_up_at = clock() + self.options.give_up_s
         device = choose_device(self.options.device)
         be_exact(device, self.options.threads)
         keep_freed_memory()
-        say("connecting")
-        node = await self._open()
-        try:
-            incarnation = new_incarnation(self.identity.peer_id)
-            links = Links(
-                node.transport,
-                self.link.run_id,
-                incarnation,
-                {"config": Method(self._give_config, no_tensors)},
-                allocate=allocator(device),
-            )
-            links.serve()
+        pause = FIRST_PAUSE_S
+        while True:
+            began = clock()
+            self.say("connecting")
+            node = await self._open()
             try:
-                config = await self._fetch_config(links)
-                say("checking config")
-                pipeline = await asyncio.to_thread(self._build_pipeline, config)
-                await self._serve(node, links, config, pipeline, device)
+                if await self._while_connected(node, device):
+                    return
             finally:
-                await links.aclose()
+                await node.close()
+            if self._leaving:
+                raise JoinError("the network daemon has died while leaving")
+            self.say.trouble("the network daemon has died; starting it again")
+            if clock() - began > SAY_EVERY_S:
+                pause = FIRST_PAUSE_S
+            pause = await self._rest(pause)
+
+    async def _while_connected(self, node: Node, device: str) -> bool:
+        """Serve by this node; whether to the end, rather than to that of its network daemon, after
+        which nobody could reach this process."""
+        serving = asyncio.create_task(self._join(node, device))
+        lost = asyncio.create_task(node.transport.lost.wait())
+        try:
+            await asyncio.wait((serving, lost), return_when=asyncio.FIRST_COMPLETED)
+            if not serving.done():
+                return False
+            await serving
         finally:
-            await node.close()
+            for task in (serving, lost):
+                task.cancel()
+            await asyncio.gather(serving, lost, return_exceptions=True)
+        return True
+
+    async def _join(self, node: Node, device: str) -> None:
+        links = Links(
+            node.transport,
+            self.link.run_id,
+            new_incarnation(self.identity.peer_id),
+            {"config": Method(self._give_config, no_tensors)},
+            allocate=allocator(device),
+        )
+        links.serve()
+        try:
+            config = await self._fetch_config(links)
+            self.say("checking config")
+            pipeline = await asyncio.to_thread(self._build_pipeline, config)
+            await self._serve(node, links, config, pipeline, device)
+        finally:
+            await links.aclose()
 
     async def drain(self, seconds: float) -> bool:
         """Leave politely; see `Member.drain`. Whether `run` now ends by itself; else cancel it."""
@@ -205,7 +234,7 @@ class PeerProcess:
                         data = (await channel.call("config", {})).body.get("config")
                     if isinstance(data, bytes) and len(data) <= MAX_CONFIG_BYTES:
                         config = from_canonical(data, self.link.run_id)
-                        self._config = data
+                        self._config, self._give_up_at = data, math.inf
                         self._remember_link(self.link.addresses)
                         return config
                 except SwarmError as error:
@@ -350,19 +379,15 @@ class PeerProcess:
         announcing = asyncio.create_task(announce())
         keeping = asyncio.create_task(keep_link())
         watching = asyncio.create_task(activity.watch(host))
-        lost = asyncio.create_task(node.transport.lost.wait())
         host.begin(self.options.stages or (None,))
-        serving = asyncio.create_task(host.run())
         try:
-            await asyncio.wait((serving, lost), return_when=asyncio.FIRST_COMPLETED)
-            if not serving.done():
-                raise JoinError("the network daemon has died", "start again")
-            await serving
+            await host.run()
             self.say("the run is finished" if not self._leaving else "handed over")
         finally:
-            tasks = (announcing, keeping, watching, lost, serving)
+            tasks = (announcing, keeping, watching)
             for task in tasks:
                 task.cancel()
+            self.host = None
             await asyncio.gather(*tasks, return_exceptions=True)
             await reducer.aclose()
             await host.aclose()

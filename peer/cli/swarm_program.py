@@ -182,7 +182,7 @@ def demo(
     directory: RunDir = None,
     plain: Plain = False,
     minutes: Annotated[
-        float, typer.Option(help="Stop training about this long after the start.", min=0.0)
+        float, typer.Option(help="Stop training about this long after the start.", min=0.0, max=1e5)
     ] = 2.5,
     debug: Debug = False,
 ) -> None:
