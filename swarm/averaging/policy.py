@@ -7,6 +7,12 @@ unit of commit and what a death costs, since that is what a user chooses between
 
 The contract behind I4: `prepare` only reads the state. Whatever it makes lives in what it returns,
 so an aborted attempt costs its time and nothing else.
+
+Where a policy keeps what is neither parameter nor gradient: what all replicas of a stage share and
+a joiner needs (PowerSGD's last factor, DiLoCo's outer momentum) is a tensor of its `State`, as the
+second version of *delayed* is, so it travels, is hashed and is saved with the stage. What is one
+replica's own (an error-feedback residual) rides in a subclass of `Update`, and becomes true in
+`apply`; who fetched the averaged gradient instead of preparing it has a plain `Update`, and none.
 """
 
 from __future__ import annotations
