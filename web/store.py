@@ -236,8 +236,10 @@ class Store:
         row = self._db.execute(
             "SELECT counted, t FROM lives WHERE life = ? AND incarnation = ?", (life, incarnation)
         ).fetchone()
-        new = max(counted - (row[0] if row else 0), 0)
-        if row is None or new or now - row[1] > 86400.0:  # or it would be counted anew one day
+        old, told_at = row or (None, now)
+        # Who comes back under the same incarnation is counted from nothing.
+        new = counted - old if old is not None and counted >= old else counted
+        if counted != old or now - told_at > 86400.0:  # or it would be counted anew one day
             self._db.execute(
                 "INSERT OR REPLACE INTO lives VALUES (?, ?, ?, ?)",
                 (life, incarnation, counted, now),

@@ -72,6 +72,14 @@ def test_contributors_are_counted_once_over_restarts(tmp_path: Path) -> None:
     assert _done(shown) == {peers[0]: 20, peers[1]: 4}
 
 
+def test_who_comes_back_in_the_same_life_is_counted_on(tmp_path: Path) -> None:
+    (peer,) = peer_ids(tmp_path, 1)
+    shown = board()
+    for second, counted in enumerate([10, 3, 3, 7, 0, 2]):
+        tell(shown, answer([row(peer, 0, counted=counted)]), NOW + second)
+    assert _done(shown) == {peer: 10 + 7 + 2}
+
+
 def _done(shown: object) -> dict[str, int]:
     return {each["peer"]: each["counted"] for each in shown.store.contributors()}  # type: ignore[attr-defined]
 
