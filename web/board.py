@@ -166,8 +166,9 @@ class Board:
             if len(self._announced) > 4096:
                 self._announced.clear()
             self._announced[peer] = (version, name)
-            with contextlib.suppress(StorageError):
-                self.store.name(peer, name)
+        # Each time: it may come before the peer's first count, or the disk may have refused it.
+        with contextlib.suppress(StorageError):
+            self.store.name(peer, name)
 
     def _placed(self, event: Mapping[str, Any]) -> Mapping[str, Any]:
         """With the stage of its replica, as far as that is known."""

@@ -255,7 +255,9 @@ class Store:
     @_of_a_file
     def name(self, peer: str, name: str) -> None:
         """A contributor wants to be named so (or, with none, not at all)."""
-        self._db.execute("UPDATE contributors SET name = ? WHERE peer = ?", (name, peer))
+        self._db.execute(
+            "UPDATE contributors SET name = ?1 WHERE peer = ?2 AND name != ?1", (name, peer)
+        )
 
     @_of_a_file
     def contributors(self, limit: int = 50, offset: int = 0) -> list[dict[str, Any]]:

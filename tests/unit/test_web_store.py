@@ -80,6 +80,18 @@ def test_who_comes_back_in_the_same_life_is_counted_on(tmp_path: Path) -> None:
     assert _done(shown) == {peer: 10 + 7 + 2}
 
 
+def test_a_name_that_comes_before_the_first_count_is_kept(tmp_path: Path) -> None:
+    (peer,) = peer_ids(tmp_path, 1)
+    shown = board()
+    tell(shown, answer([row(peer, 0, counted=0)]))
+    shown.announced(peer, "0.1.0", "Ada")
+    tell(shown, answer([row(peer, 0, counted=4)]), NOW + 1)
+    shown.announced(peer, "0.1.0", "Ada")
+    tell(shown, answer([row(peer, 0, counted=4)]), NOW + 9)
+    (kept,) = shown.snapshot(NOW + 9)["contributors"]
+    assert (kept["label"], kept["counted"]) == ("Ada", 4)
+
+
 def _done(shown: object) -> dict[str, int]:
     return {each["peer"]: each["counted"] for each in shown.store.contributors()}  # type: ignore[attr-defined]
 
