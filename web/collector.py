@@ -30,6 +30,7 @@ PEERS_AT_ONCE = 8
 DIRECTORY_S = 20.0
 ASK_TIMEOUT_S = 5.0
 LONGEST_PAUSE_S = 15.0
+MAX_ADDRESSES = 4096  # peers
 
 
 class Lookup(Protocol):
@@ -172,8 +173,10 @@ class Collector:
         if where is None or (life and incarnation(life).partition("#")[0] != signer):
             self.board.notes.add(f"a record of {signer[-8:]} makes no sense")
             return
-        if len(self._addresses) < 4096 or signer in self._addresses:
-            self._addresses[signer] = where
+        self._addresses.pop(signer, None)  # the newest come last
+        self._addresses[signer] = where
+        if len(self._addresses) > MAX_ADDRESSES:
+            del self._addresses[next(who for who in self._addresses if who not in self._trainers)]
         self.board.announced(signer, text(version, 20), text(name, MAX_NAME))
 
 

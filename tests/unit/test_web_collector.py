@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from swarm.config import canonical_bytes, parse_toml, with_trainers
 from swarm.config_text import default_toml
 from swarm.net.channel import Channel, Message, Method
@@ -129,6 +131,25 @@ def test_a_leader_that_is_gone_is_found_again(tmp_path: Path) -> None:
             await asyncio.gather(looking, return_exceptions=True)
         finally:
             await scene.close()
+
+    run(main())
+
+
+def test_a_full_address_book_forgets_the_oldest_but_no_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("web.collector.MAX_ADDRESSES", 3)
+
+    async def main() -> None:
+        scene = Scene(tmp_path)
+        try:
+            await scene.look(12.0)
+            gone, *later = peer_ids(tmp_path / "more", 3)
+            for peer in (gone, scene.leader, later[0], scene.replica, *later):
+                scene.collector.note_record(peer, {"addresses": [scene.address(peer)]})
+        finally:
+            await scene.close()
+        assert set(scene.collector._addresses) == {scene.leader, *later}
 
     run(main())
 
