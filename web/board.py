@@ -86,10 +86,7 @@ class Board:
             news = self._keep(seen, events, news, now)
             self._refused = ""
         except StorageError as error:
-            self.store.forget()
-            if error.message != self._refused:
-                self._refused = error.message
-                log.error("the history has a gap from now on: %s", error)
+            self._gap(error)
         self._cursor = {"after": seen.after, "life": seen.life}
         for event in news:
             self._remember(event)
@@ -128,14 +125,32 @@ class Board:
             store.count(seen.life, row.incarnation, row.counted, now)
         store.put("after", seen.after)
         store.put("life", seen.life)
-        if now - self._pruned_at > 60.0:
-            self._pruned_at = now
-            store.prune(now)
-        store.commit()
+        self._commit(now)
         if now - self._counted_at > 5.0:
             self._counted_at = now
             self._contributors = self._top()
         return [*kept]
+
+    def _commit(self, now: float) -> None:
+        """Keep what was added, and forget what is old. Raises StorageError."""
+        if now - self._pruned_at > 60.0:
+            self._pruned_at = now
+            self.store.prune(now)
+        self.store.commit()
+
+    def _gap(self, error: StorageError) -> None:
+        self.store.forget()
+        if error.message != self._refused:
+            self._refused = error.message
+            log.error("the history has a gap from now on: %s", error)
+
+    def tick(self, now: float) -> None:
+        """Replicas tell of themselves while the leader is silent: keep that too. Call it every
+        second or so."""
+        try:
+            self._commit(now)
+        except StorageError as error:
+            self._gap(error)
 
     def peer(self, incarnation: str, report: PeerReport, now: float) -> None:
         """A replica has told of itself. One that the leader does not list is not believed."""
@@ -153,7 +168,7 @@ class Board:
         if min(spent) < 0 or not 0 < total < 600:
             return
         self._shares[incarnation] = tuple(round(each / total, 2) for each in spent)
-        with contextlib.suppress(StorageError):  # the next word of the leader says so
+        with contextlib.suppress(StorageError):  # the next look at the file says so
             self.store.add_activity(now, peer, spent)
 
     def announced(self, peer: str, version: str, name: str) -> None:

@@ -135,6 +135,7 @@ def publish(board: Board, broadcast: Broadcast) -> None:
 async def keep_publishing(board: Board, broadcast: Broadcast) -> None:
     """Time alone changes the picture too: a run may fall silent."""
     while True:
+        board.tick(time.time())
         publish(board, broadcast)
         await asyncio.sleep(TICK_S)
 

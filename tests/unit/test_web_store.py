@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
 
 from swarm.errors import StorageError
 from tests.unit.web_runs import NOW, answer, board, peer_ids, row, tell
-from web.store import LEVELS, MAX_EVENTS, MAX_POINTS, METRICS, Store
+from web.broadcast import Broadcast
+from web.intake import PeerReport
+from web.serve import keep_publishing
+from web.store import ACTIVITY_BUCKET_S, LEVELS, MAX_EVENTS, MAX_POINTS, METRICS, Store
 
 
 def test_series_are_averaged_in_buckets() -> None:
@@ -166,6 +171,36 @@ def test_what_the_disk_refuses_is_shown_once_and_not_kept(
     tell(shown, answer([], events=left, after=10), NOW + 3)
     assert [line["n"] for line in shown.snapshot(NOW + 3)["feed"]] == [1, 2]
     assert len(shown.store.events()) == 1
+
+
+def test_what_replicas_tell_while_the_leader_is_silent_is_kept_and_pruned(tmp_path: Path) -> None:
+    (peer,) = peer_ids(tmp_path, 1)
+    path, now = tmp_path / "x.sqlite", time.time()
+    shown = board(Store(path))
+    tell(shown, answer([row(peer, 0)]), now - 7200)
+    for ago, seconds in ((7200, 1.0), (7190, 2.0), (0, 3.0)):
+        report = PeerReport("", "", (seconds, 0.0, 0.0, 0.0, 0.0))
+        shown.peer(f"{peer}#00ff", report, now - ago)
+
+    async def main() -> None:
+        publishing = asyncio.create_task(keep_publishing(shown, Broadcast()))
+        await asyncio.sleep(0)
+        publishing.cancel()
+
+    asyncio.run(main())
+    with contextlib.closing(sqlite3.connect(path)) as other:
+        kept = other.execute("SELECT bucket FROM activity").fetchall()
+    assert kept == [(int(now // ACTIVITY_BUCKET_S),)]
+
+
+def test_a_tick_says_once_what_the_disk_refuses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown = board(Store(tmp_path / "x.sqlite"))
+    shown.store._db.execute("PRAGMA query_only = ON")
+    for minute in range(3):
+        shown.tick(NOW + 61 * minute)
+    assert [each.levelname for each in caplog.records] == ["ERROR"]
 
 
 DAMAGE = {
