@@ -8,10 +8,12 @@ resolution at once (sum, count), so nothing has to be computed again when a day 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import json
+import os
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -80,18 +82,18 @@ class Store:
     @_of_a_file
     def __init__(self, path: str | Path) -> None:
         self.path = path
-        if str(path) != ":memory:":
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-        self._db = sqlite3.connect(path, check_same_thread=False, isolation_level="DEFERRED")
-        try:
+        with contextlib.ExitStack() as opened:
+            if str(path) != ":memory:":
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                opened.enter_context(_alone(path))
+            self._db = sqlite3.connect(path, check_same_thread=False, isolation_level="DEFERRED")
+            opened.callback(self._db.close)
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA synchronous=NORMAL")
             self._db.execute("PRAGMA journal_size_limit=4194304")
             self._db.executescript(SCHEMA)
             self._check()
-        except BaseException:
-            self._db.close()
-            raise
+            self._opened = opened.pop_all()
 
     def _check(self) -> None:
         """Read everything once: a damaged file is told of now, and not by a page some day."""
@@ -111,7 +113,7 @@ class Store:
         self.series("all", 0.0)
 
     def close(self) -> None:
-        self._db.close()
+        self._opened.close()
 
     @_of_a_file
     def commit(self) -> None:
@@ -331,6 +333,24 @@ class Store:
             "ORDER BY counted DESC, peer LIMIT -1 OFFSET ?)",
             (MAX_CONTRIBUTORS,),
         )
+
+
+@contextlib.contextmanager
+def _alone(path: str | Path) -> Iterator[None]:
+    """The one writer, or StorageError: two would count everything twice. The lock is of a file
+    beside it, which stays; SQLite has locks of its own on the file itself."""
+    descriptor = os.open(f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StorageError(
+                f"another dashboard of this run uses {path}",
+                "stop it, or name another directory with --data-dir",
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _event(n: int, data: str) -> dict[str, Any]:

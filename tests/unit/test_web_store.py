@@ -253,6 +253,19 @@ def test_another_version_may_have_kept_more_series() -> None:
     assert store.series("1h", NOW)["loss"] == [1.0]
 
 
+def test_a_second_dashboard_of_the_run_is_refused_while_the_first_lasts(tmp_path: Path) -> None:
+    path = tmp_path / "x.sqlite"
+    first = Store(path)
+    with pytest.raises(StorageError, match=r"another dashboard .*x\.sqlite.* --data-dir"):
+        Store(path)
+    first.put("life", "ab12")
+    first.commit()
+    first.close()
+    second = Store(path)
+    assert second.get("life") == "ab12"
+    second.close()
+
+
 def test_a_path_that_cannot_be_used_is_said_in_a_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(StorageError, match="cannot use"):
