@@ -11,6 +11,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from swarm.errors import StorageError
@@ -24,6 +25,7 @@ RECENT_S = 60.0
 NUM_FEED = 60
 NUM_CONTRIBUTORS = 20
 NUM_SAMPLES = 24
+NUM_LIVES = 64  # of leaders, whose last event is remembered
 MARKS = ("joined", "left", "expelled", "moved", "paused", "epoch")
 NEWS = frozenset({"step", "failed", "validation", "hold"})  # too many to keep one by one
 SIGNS = {
@@ -58,10 +60,7 @@ class Board:
         self._newest = 0  # number of the last event
         self._refused = ""  # what the disk last said
         self._contributors = self._top()
-        self._cursor = {
-            "after": whole(store.get("after")) or 0,
-            "life": str(store.get("life", "")),
-        }
+        self._cursors = _cursors(store.get("cursors"))  # life -> after, the last heard at the end
         self._counted_at = 0.0
         self._pruned_at = 0.0
         for event in reversed(store.events(limit=NUM_FEED * 4)):
@@ -72,10 +71,20 @@ class Board:
     @property
     def cursor(self) -> dict[str, Any]:
         """What to ask the leader for: the `after` and `life` of its last answer."""
-        return dict(self._cursor)
+        life = next(reversed(self._cursors), "")
+        return {"after": self._cursors.get(life, 0), "life": life}
 
     def leader(self, seen: Observation, now: float) -> None:
         """A leader has answered at `now`. What the disk refuses is shown, and not kept."""
+        after = self._cursors.get(seen.life)
+        if after is not None and seen.life != self.cursor["life"]:
+            # A trainer that leads again was asked of another's life, so it tells its events from
+            # the first on; from the next answer on it is asked for those that are new.
+            seen = replace(seen, events=(), after=after)
+        self._cursors.pop(seen.life, None)
+        self._cursors[seen.life] = seen.after
+        if len(self._cursors) > NUM_LIVES:
+            del self._cursors[next(iter(self._cursors))]
         self.observation, self.heard_at = seen, now
         self._traffic_of(seen, now)
         for row in seen.replicas:
@@ -87,7 +96,6 @@ class Board:
             self._refused = ""
         except StorageError as error:
             self._gap(error)
-        self._cursor = {"after": seen.after, "life": seen.life}
         for event in news:
             self._remember(event)
         for event in events:
@@ -123,8 +131,7 @@ class Board:
         )
         for row in seen.replicas:
             store.count(seen.life, row.incarnation, row.counted, now)
-        store.put("after", seen.after)
-        store.put("life", seen.life)
+        store.put("cursors", self._cursors)
         self._commit(now)
         if now - self._counted_at > 5.0:
             self._counted_at = now
@@ -395,6 +402,11 @@ class Board:
             if line is not None:
                 marks.append({key: line[key] for key in ("t", "kind", "sign", "text")})
         return marks
+
+
+def _cursors(kept: Any) -> dict[str, int]:
+    found = kept if isinstance(kept, dict) else {}
+    return {life: whole(after) or 0 for life, after in found.items()}
 
 
 def key_of(incarnation: str) -> str:

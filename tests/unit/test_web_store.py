@@ -12,6 +12,7 @@ import pytest
 
 from swarm.errors import StorageError
 from tests.unit.web_runs import NOW, answer, board, peer_ids, row, tell
+from web.board import NUM_LIVES, Board
 from web.broadcast import Broadcast
 from web.intake import PeerReport
 from web.serve import keep_publishing
@@ -115,6 +116,40 @@ def test_events_are_kept_once_and_the_cursor_with_them(tmp_path: Path) -> None:
     assert line["text"].endswith("joined stage 0")
     assert shown.marks(NOW - 1)[0]["kind"] == "joined"
     assert shown.store.events(peer=peers[0])[0]["event"] == "joined"
+
+
+def test_a_trainer_that_leads_again_tells_nothing_twice(tmp_path: Path) -> None:
+    """Nor after a restart of the dashboard; one that never led before tells all."""
+    path = tmp_path / "x.sqlite"
+    told: dict[str, list[dict[str, object]]] = {"aa": [], "bb": []}
+
+    def hear(shown: Board, life: str, *new: float) -> None:
+        """As `peer.observe` answers."""
+        told[life] += [{"t": t, "event": "left"} for t in new]
+        asked = shown.cursor
+        after = asked["after"] if asked["life"] == life else 0
+        body = answer([], life=life, events=told[life][after:], after=len(told[life]))
+        assert tell(shown, body, NOW + 10)
+
+    shown = board(Store(path))
+    hear(shown, "aa", NOW + 1, NOW + 2)
+    hear(shown, "bb", NOW + 3)
+    hear(shown, "aa", NOW + 4)
+    hear(shown, "aa")
+    shown.store.close()
+    shown = board(Store(path))
+    hear(shown, "bb", NOW + 5)
+    hear(shown, "bb", NOW + 6)
+    assert [event["t"] - NOW for event in shown.store.events()] == [6, 5, 4, 3, 2, 1]
+    shown.store.close()
+
+
+def test_of_many_lives_the_last_are_remembered() -> None:
+    shown = board()
+    for number in range(3 * NUM_LIVES):
+        tell(shown, answer([], life=f"{number:x}"))
+    assert len(shown.store.get("cursors")) == NUM_LIVES
+    assert shown.cursor == {"after": 3, "life": f"{3 * NUM_LIVES - 1:x}"}
 
 
 def test_steps_become_series_at_their_own_times(tmp_path: Path) -> None:
