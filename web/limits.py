@@ -2,11 +2,12 @@
 
 Behind a reverse proxy on this machine uvicorn has put the visitor's address in place (it trusts
 `X-Forwarded-For` from loopback only). Addresses are held in memory for the rates, bounded, and
-never written or shown.
+never written or shown. Of IPv6 the first half counts: whoever has one has all of its other half.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ class Guard:
                 await send({"type": "http.response.body"})
 
         client = scope.get("client")
-        address = str(client[0]) if client else ""
+        address = network_of(str(client[0])) if client else ""
         answer = send_safe
         if scope["method"] == "HEAD":
             scope, answer = {**scope, "method": "GET"}, send_head
@@ -111,6 +112,17 @@ class Guard:
         while len(self._tokens) > self._limits.addresses:
             del self._tokens[next(iter(self._tokens))]
         return allowed
+
+
+def network_of(address: str) -> str:
+    """An IPv4 address itself, the /64 of an IPv6 address, and what is no address as it is."""
+    try:
+        parsed = ipaddress.IPv6Address(address)
+    except ValueError:
+        return address
+    if parsed.ipv4_mapped is not None:
+        return str(parsed.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(parsed) >> 64 << 64, 64)))
 
 
 async def _refuse(send: Send, status: int, body: bytes, *headers: tuple[bytes, bytes]) -> None:

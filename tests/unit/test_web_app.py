@@ -200,6 +200,27 @@ def test_a_head_is_a_get_without_its_body(client: Client, path: str) -> None:
     assert head.headers == whole.headers
 
 
+@pytest.mark.parametrize(
+    ("address", "other", "same"),
+    [
+        ("2001:db8:0:1::1", "2001:db8:0:1:ffff::2", True),
+        ("2001:db8:0:1::1", "2001:db8:0:2::1", False),
+        ("fe80::1%eth0", "fe80::2%eth0", True),
+        ("192.0.2.1", "::ffff:192.0.2.1", True),
+        ("::ffff:192.0.2.1", "::ffff:192.0.2.2", False),
+        ("192.0.2.1", "192.0.2.2", False),
+        ("testclient", "another", False),
+    ],
+)
+def test_who_has_many_addresses_counts_as_one(
+    client: Client, address: str, other: str, same: bool
+) -> None:
+    app = client(Limits(rate=0.001, burst=1)).app
+    first, second = (TestClient(app, client=(each, 1)) for each in (address, other))
+    assert first.get("/healthz").status_code == 200
+    assert second.get("/healthz").status_code == (429 if same else 200)
+
+
 def test_a_head_counts_as_a_request(client: Client) -> None:
     limited = client(Limits(rate=0.001, burst=2))
     assert [limited.head("/healthz").status_code for _ in range(3)] == [200, 200, 429]
