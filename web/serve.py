@@ -38,6 +38,7 @@ from web.store import Store
 log = logging.getLogger(__name__)
 DEFAULT_PORT = 8765
 TICK_S = 1.0
+IDLE_S = 20  # until a connection on which no request is under way is closed
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
 
@@ -186,7 +187,7 @@ async def serve_app(
             server_header=False,
             lifespan="off",
             timeout_graceful_shutdown=1,
-            timeout_keep_alive=20,
+            timeout_keep_alive=IDLE_S,
             limit_concurrency=4096,
             h11_max_incomplete_event_size=16 << 10,
         )
@@ -212,7 +213,32 @@ class _Server(uvicorn.Server):
 
 class _Protocol(H11Protocol):
     """uvicorn's, without the tracebacks that any visitor can cause: of a request that turns out to
-    be none while it is answered, uvicorn says so in a second answer, which h11 forbids."""
+    be none while it is answered, uvicorn says so in a second answer, which h11 forbids. And with an
+    end to waiting for a request: uvicorn waits for ever for the first, and for the rest of one."""
+
+    _idle: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_request()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self._idle is not None:
+            self._idle.cancel()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._expect_request()
+
+    def _expect_request(self) -> None:
+        if self._idle is not None:
+            self._idle.cancel()
+        self._idle = self.loop.call_later(IDLE_S, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
         if self.cycle:  # what the app still answers goes nowhere

@@ -94,3 +94,28 @@ def test_no_visitor_fills_the_log(
     asyncio.run(run())
     assert capfd.readouterr() == ("", "")
     assert not caplog.records, "asyncio has nothing to say either"
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [[b""], [b"GET /healthz HTTP/1.1"], [request(b"GET /healthz"), b"GET"]],
+    ids=["nothing", "a part of one", "a part of a second one"],
+)
+def test_who_sends_no_request_is_not_waited_for_and_a_stream_goes_on(
+    parts: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("web.serve.IDLE_S", 0.3)
+
+    async def run() -> None:
+        async with served() as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(request(b"GET /api/v1/stream"))
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+            streaming = asyncio.create_task(reader.read(-1))
+            await ask(port, *parts)
+            await ask(port, b"")
+            assert not streaming.done()
+            writer.close()
+            await streaming
+
+    asyncio.run(run())
