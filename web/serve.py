@@ -32,12 +32,14 @@ from web.app import create_app
 from web.board import Board
 from web.broadcast import Broadcast
 from web.collector import Collector
-from web.limits import Limits
+from web.limits import Limits, network_of
 from web.store import Store
 
 log = logging.getLogger(__name__)
 DEFAULT_PORT = 8765
 TICK_S = 1.0
+MAX_CONNECTIONS = 256  # of one address
+PROXIES = ("127.0.0.1", "::1")  # where a reverse proxy is, with everybody's connections
 IDLE_S = 20  # until a connection on which no request is under way is closed
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
@@ -214,13 +216,23 @@ class _Server(uvicorn.Server):
 class _Protocol(H11Protocol):
     """uvicorn's, without the tracebacks that any visitor can cause: of a request that turns out to
     be none while it is answered, uvicorn says so in a second answer, which h11 forbids. And with an
-    end to waiting for a request: uvicorn waits for ever for the first, and for the rest of one."""
+    end to waiting for a request: uvicorn waits for ever for the first, and for the rest of one;
+    and with a most of connections for one visitor, or one could take them all."""
 
+    network = ""
     _idle: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._expect_request()
+        if self.client and self.client[0] not in PROXIES:
+            self.network = network_of(self.client[0])
+            same = (
+                isinstance(each, _Protocol) and each.network == self.network
+                for each in self.connections
+            )
+            if sum(same) > MAX_CONNECTIONS:
+                transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)

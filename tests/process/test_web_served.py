@@ -119,3 +119,31 @@ def test_who_sends_no_request_is_not_waited_for_and_a_stream_goes_on(
             await streaming
 
     asyncio.run(run())
+
+
+def test_nobody_has_all_connections_but_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("web.serve.MAX_CONNECTIONS", 2)
+    monkeypatch.setattr("web.serve.PROXIES", ())
+
+    async def run() -> None:
+        async with served() as port, contextlib.AsyncExitStack() as stack:
+
+            async def close(writer: asyncio.StreamWriter) -> None:
+                writer.close()
+                with contextlib.suppress(ConnectionError):
+                    await writer.wait_closed()
+
+            async def is_served() -> bool:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                stack.push_async_callback(close, writer)
+                writer.write(request(b"GET /healthz"))
+                try:
+                    return (await reader.readline()).startswith(b"HTTP/1.1 200 ")
+                except ConnectionError:
+                    return False
+
+            assert [await is_served() for _ in range(4)] == [True, True, False, False]
+            monkeypatch.setattr("web.serve.PROXIES", ("127.0.0.1",))
+            assert await is_served()
+
+    asyncio.run(run())
