@@ -69,51 +69,67 @@ class Dialler:
         After a refused dial p2pd refuses to try that address again for 5 s, after more of them for
         minutes; so a port is tried with a plain TCP connection first, and a peer that comes back
         is found at once. Only what p2pd has dialled by itself may have to be waited for.
+
+        Who answers first may be another: the address that a peer has in its own network is often
+        somebody else's in ours. So the ports that answer later are tried too.
         """
-        open_addresses = await _answering(addresses, self.timeout_s / 2)
-        if not open_addresses:
-            raise TransportError("connection refused")
-        while True:
-            try:
-                return await self.daemon.connect(peer_id, open_addresses, self.timeout_s)
-            except TransportError as error:
-                if "dial backoff" not in error.message:
-                    raise
-            await asyncio.sleep(_BACKOFF_POLL_S)
+        ports = _Ports(addresses, self.timeout_s / 2)
+        try:
+            if not await ports.more(than=0):
+                raise TransportError("connection refused")
+            while True:
+                given = list(ports.open)
+                try:
+                    return await self.daemon.connect(peer_id, given, self.timeout_s)
+                except TransportError as error:
+                    if "dial backoff" in error.message:
+                        await asyncio.sleep(_BACKOFF_POLL_S)
+                    elif not await ports.more(than=len(given)):
+                        raise
+        finally:
+            ports.close()
 
 
-async def _answering(addresses: Sequence[str], timeout_s: float) -> list[str]:
-    """Of these addresses, those whose TCP port accepts, and those that cannot be asked so."""
-    answering: list[str] = []
-    probes: list[asyncio.Task[None]] = []
+class _Ports:
+    """Of these addresses, those in `open` whose TCP port has accepted so far, and those that cannot
+    be asked so. Asks until `timeout_s` have passed, or `close()`."""
 
-    async def probe(address: str, host: str, port: int) -> None:
+    def __init__(self, addresses: Sequence[str], timeout_s: float) -> None:
+        self.open: list[str] = []
+        self._deadline = asyncio.get_running_loop().time() + timeout_s
+        self._waiting: set[asyncio.Task[None]] = set()
+        for address in addresses:
+            match = _TCP_ADDRESS.match(address)
+            if match is None or "/p2p-circuit" in address or int(match[2]) > 65535:
+                self.open.append(address)
+            else:
+                probe = asyncio.create_task(self._probe(address, match[1], int(match[2])))
+                self._waiting.add(probe)
+
+    async def _probe(self, address: str, host: str, port: int) -> None:
         with contextlib.suppress(OSError):
             _, writer = await asyncio.open_connection(host, port)
             writer.close()
-            answering.append(address)
+            self.open.append(address)
 
-    for address in addresses:
-        match = _TCP_ADDRESS.match(address)
-        if match is None or "/p2p-circuit" in address or int(match[2]) > 65535:
-            answering.append(address)
-        else:
-            probes.append(asyncio.create_task(probe(address, match[1], int(match[2]))))
-    try:
+    async def more(self, *, than: int) -> bool:
+        """Whether there are more than so many, once none has followed the last for _GRACE_S: p2pd
+        dials all that it is given at once, and the nearest wins."""
         loop = asyncio.get_running_loop()
-        deadline, waiting = loop.time() + timeout_s, set(probes)
-        while waiting and loop.time() < deadline:
-            done, waiting = await asyncio.wait(
-                waiting,
-                timeout=min(deadline - loop.time(), _GRACE_S if answering else timeout_s),
+        while self._waiting and (left_s := self._deadline - loop.time()) > 0:
+            some = len(self.open) > than
+            done, self._waiting = await asyncio.wait(
+                self._waiting,
+                timeout=min(left_s, _GRACE_S) if some else left_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            if not done:
+            if some and not done:
                 break
-    finally:
-        for task in probes:
+        return len(self.open) > than
+
+    def close(self) -> None:
+        for task in self._waiting:
             task.cancel()
-    return [address for address in addresses if address in answering]
 
 
 def _short(reason: str) -> str:

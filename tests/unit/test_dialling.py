@@ -1,0 +1,80 @@
+"""Which of a peer's addresses the daemon is given, and when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from swarm.errors import TransportError, UnreachableError
+from swarm.net.dialling import Dialler
+from swarm.sim.virtual_time import run
+
+LAN, PUBLIC, SILENT = (f"/ip4/{host}/tcp/4001" for host in ("192.168.1.2", "8.8.8.8", "172.17.0.1"))
+MISMATCH = "failed to negotiate security protocol: peer id mismatch"
+
+
+class Network:
+    """Hosts whose port answers after so many seconds, each as the peer itself or as another."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, answers_s: dict[str, float], right: str
+    ) -> None:
+        self.answers_s, self.right = answers_s, right
+        self.given: list[list[str]] = []
+        self.probing = 0
+        monkeypatch.setattr(asyncio, "open_connection", self._open_connection)
+
+    async def _open_connection(self, host: str, port: int) -> tuple[None, Any]:
+        self.probing += 1
+        try:
+            await asyncio.sleep(self.answers_s.get(f"/ip4/{host}/tcp/{port}", 1000.0))
+        finally:
+            self.probing -= 1
+        return None, SimpleNamespace(close=lambda: None)
+
+    async def is_connected(self, peer_id: str) -> bool:
+        return False
+
+    async def connect(self, peer_id: str, addresses: Sequence[str], timeout_s: float) -> None:
+        self.given.append(list(addresses))
+        if self.right not in addresses:
+            raise TransportError(MISMATCH)
+
+    def dial(self) -> float:
+        """Seconds until there is a connection."""
+
+        async def main() -> float:
+            dialler = Dialler(self, 10.0)  # type: ignore[arg-type]
+            try:
+                await dialler.connect("peer", [LAN, SILENT, PUBLIC])
+            finally:
+                await asyncio.sleep(0)  # for what was cancelled
+                assert not self.probing
+            return asyncio.get_running_loop().time()
+
+        return run(main())
+
+
+def test_an_address_that_is_somebody_elses_here_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = Network(monkeypatch, {LAN: 0.001, PUBLIC: 0.6}, right=PUBLIC)
+    assert network.dial() < 1.0
+    assert network.given == [[LAN], [LAN, PUBLIC]]
+
+
+def test_the_nearest_is_not_kept_waiting_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = Network(monkeypatch, {LAN: 0.001, PUBLIC: 0.6}, right=LAN)
+    assert network.dial() < 0.3
+    assert network.given == [[LAN]]
+
+
+def test_that_only_another_answers_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = Network(monkeypatch, {LAN: 0.001}, right=PUBLIC)
+    with pytest.raises(UnreachableError, match="another peer answered there"):
+        network.dial()
+    assert network.given == [[LAN]]
