@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,8 +32,13 @@ from swarm.model import ModelPipeline, build_pipeline
 from swarm.net.directory import DhtDirectory
 from swarm.net.identity import Identity
 from swarm.net.libp2p import Libp2pTransport
+from swarm.net.link import farthest_first
 from swarm.optim import numerics_fingerprint
 from swarm.schedule import Schedule
+
+log = logging.getLogger(__name__)
+ANNOUNCE_S = 20.0
+ANNOUNCEMENT_TTL_S = 60.0
 
 # Of the built-in optimizers that with all operations, and what IEEE 754 makes of its fingerprint.
 HARDEST = OptimizerSection(name="adamw", nesterov=True)
@@ -191,6 +197,15 @@ class Node:
             await transport.close()
             raise
         return cls(identity, transport, directory)
+
+    async def announce(self, key: str, **facts: object) -> None:
+        """Say in the directory where this process is, for ANNOUNCEMENT_TTL_S. What cannot be said
+        is logged: whoever announces goes on, since nobody finds a peer that has ceased to."""
+        record = {"addresses": farthest_first(self.transport.addresses), **facts}
+        try:
+            await self.directory.publish(key, record, ANNOUNCEMENT_TTL_S)
+        except ValueError as error:
+            log.warning("cannot announce this process: %s", error)
 
     async def close(self) -> None:
         await self.directory.close()

@@ -199,7 +199,7 @@ class Member:
         wanted = self.server.stage if self.server else self.stage
         application = {
             "stage": wanted,
-            "addresses": farthest_first(self.links.transport.addresses)[:MAX_ADDRESSES],
+            "addresses": farthest_first(self.links.transport.addresses),
             "slots": self._told_slots,
             "device": self.device,
             "numerics": self.numerics,

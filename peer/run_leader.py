@@ -20,6 +20,7 @@ from peer.inquiries import held_hashes, validate
 from peer.known_peers import KnownPeers
 from peer.lan import announce_on_lan
 from peer.launch import (
+    ANNOUNCE_S,
     Node,
     best_first,
     has_portable_optimizer,
@@ -48,7 +49,13 @@ from swarm.events import EventLog, read_status, write_status
 from swarm.model import build_pipeline
 from swarm.net.channel import Channel, Message, Method
 from swarm.net.identity import Identity
-from swarm.net.link import MAX_LINK_CHARS, format_link, group_by_peer
+from swarm.net.link import (
+    MAX_ADDRESSES,
+    MAX_LINK_CHARS,
+    farthest_first,
+    format_link,
+    group_by_peer,
+)
 from swarm.net.links import Links
 from swarm.net.records import leader_key
 from swarm.placement import MovePolicy
@@ -58,8 +65,6 @@ from swarm.wire.frames import no_tensors
 from swarm.words import clean, mapping
 
 log = logging.getLogger(__name__)
-ANNOUNCE_S = 20.0
-ANNOUNCEMENT_TTL_S = 60.0
 COME_S = 1.0  # in which peers come back by themselves
 LOOK_S = 10.0  # between two looks for those that have not
 STATUS_S = 0.5
@@ -220,7 +225,7 @@ class LeaderProcess:
             },
             on_close=lambda channel: trainer.on_channel_closed(channel),
         )
-        self.status.link = format_link(run_id, best_first(node.transport.addresses))
+        self.status.link = format_link(run_id, farthest_first(best_first(node.transport.addresses)))
         self.events.emit("run", id=run_id, name=self.config.run.name, link=self.status.link)
         checkpointer = Checkpointer(
             self.config,
@@ -450,17 +455,14 @@ class LeaderProcess:
         """Keep our address in the directory, and learn those of the other trainers."""
         key = leader_key(self.config.run_id)
         while True:
-            await self._publish(node)
+            await node.announce(key)
             for signer, record in (await node.directory.lookup(key)).items():
                 addresses = record.get("addresses")
                 if signer in self.config.run.trainers and isinstance(addresses, list):
-                    self._addresses[signer] = tuple(str(each)[:200] for each in addresses[:32])
+                    self._addresses[signer] = tuple(
+                        str(each)[:200] for each in addresses[:MAX_ADDRESSES]
+                    )
             await asyncio.sleep(ANNOUNCE_S)
-
-    async def _publish(self, node: Node) -> None:
-        key = leader_key(self.config.run_id)
-        value = {"addresses": list(node.transport.addresses)}
-        await node.directory.publish(key, value, ANNOUNCEMENT_TTL_S)
 
     async def _look_for_peers(
         self, node: Node, trainer: Trainer[dict[str, Any]], known: KnownPeers
@@ -471,7 +473,7 @@ class LeaderProcess:
             if trainer.leader is not None and not trainer.leader.members.by_name:
                 with contextlib.suppress(SwarmError):
                     await node.directory.add_peers(known.addresses)
-                    await self._publish(node)
+                    await node.announce(leader_key(self.config.run_id))
                 await asyncio.sleep(LOOK_S)
 
     async def _keep_status(self, trainer: Trainer[dict[str, Any]], known: KnownPeers) -> None:

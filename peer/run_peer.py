@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peer.host import Host
-from peer.launch import Node, be_exact, best_first, choose_device, keep_freed_memory, numerics_of
+from peer.launch import (
+    ANNOUNCE_S,
+    Node,
+    be_exact,
+    best_first,
+    choose_device,
+    keep_freed_memory,
+    numerics_of,
+)
 from peer.measure import device_memory, device_speed
 from peer.member import Member
 from peer.observe import Activity, PeerObservations, version
@@ -41,8 +49,6 @@ from swarm.wire.frames import no_tensors
 from swarm.words import clean
 
 log = logging.getLogger(__name__)
-ANNOUNCE_S = 20.0
-ANNOUNCEMENT_TTL_S = 60.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 NEW_LINK_S = 60.0  # for which a link is tried that is not of the last swarm joined
 SAY_EVERY_S = 60.0
@@ -297,7 +303,7 @@ class PeerProcess:
             for signer, record in (await node.directory.lookup(leader_key(run_id))).items():
                 addresses = record.get("addresses")
                 if signer in trainers and isinstance(addresses, list):
-                    found.append((signer, tuple(str(each) for each in addresses[:32])))
+                    found.append((signer, tuple(str(each) for each in addresses[:MAX_ADDRESSES])))
             led_at[:] = [address for _, where in found for address in where]
             known = {signer for signer, _ in found}
             found += [
@@ -361,14 +367,13 @@ class PeerProcess:
                     with contextlib.suppress(SwarmError):
                         await node.directory.add_peers(self.link.addresses)
                         met = leader
-                record = {
-                    "incarnation": links.incarnation,
-                    "addresses": list(node.transport.addresses),
-                    "stage": next(iter(host.stages), -1),
-                    "version": version(),
-                    "name": self.options.name,
-                }
-                await node.directory.publish(peers_key(run_id), record, ANNOUNCEMENT_TTL_S)
+                await node.announce(
+                    peers_key(run_id),
+                    incarnation=links.incarnation,
+                    stage=next(iter(host.stages), -1),
+                    version=version(),
+                    name=self.options.name,
+                )
                 await asyncio.sleep(ANNOUNCE_S)
 
         async def keep_link() -> None:

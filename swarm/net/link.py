@@ -17,7 +17,7 @@ from swarm.net.identity import is_peer_id
 
 SCHEME = "swarm://"
 MAX_LINK_CHARS = 8192
-MAX_ADDRESSES = 32
+MAX_ADDRESSES = 32  # of a peer: no more are told, or read; a directory record has room for 180
 _REMEDY = "a join link looks like swarm://RUN_ID@/ip4/1.2.3.4/tcp/4001/p2p/PEER_ID"
 _RUN_ID = re.compile(r"[0-9a-f]{32}")
 _DNS_NAME = re.compile(r"(?=.{1,253}\Z)[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?"
@@ -87,8 +87,8 @@ def addresses_of(peer: str, addresses: Iterable[str]) -> list[str]:
 
 def farthest_first(addresses: Iterable[str]) -> list[str]:
     """Names and public addresses, then those of local networks, through relays, and what is of this
-    machine alone or unknown: where not all can be told, the last are the least loss."""
-    return sorted(addresses, key=_nearness)
+    machine alone or unknown; MAX_ADDRESSES at most, for the last are the least loss."""
+    return sorted(addresses, key=_nearness)[:MAX_ADDRESSES]
 
 
 def _nearness(address: str) -> int:
