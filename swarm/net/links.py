@@ -165,8 +165,8 @@ class Links:
         except (TimeoutError, StreamClosedError, WireError) as error:
             channel.end(str(error))
             raise UnreachableError(f"{peer[-8:]} did not greet: {error}") from None
-        except JoinError as error:
-            channel.end(str(error))
+        except BaseException as error:  # JoinError, or cancelled
+            channel.end(str(error) or "given up here")
             raise
         if "#" in incarnation and channel.incarnation != incarnation:
             channel.end("another life of the peer")

@@ -30,6 +30,7 @@ from swarm.net.channel import (
 )
 from swarm.net.links import PROTOCOL, VERSION_PROTOCOL, Links
 from swarm.net.memory import MemoryNetwork
+from swarm.net.transport import Stream, until_ended
 from swarm.sim.virtual_time import run
 from swarm.wire.codecs import decode, encode
 from swarm.wire.frames import PROTOCOL_VERSION, check_tensors, encode_frame, no_tensors
@@ -576,3 +577,28 @@ def test_a_process_is_as_many_peers_as_it_has_lives() -> None:
             await pair.a.channel("b#2")
 
     with_pair(check)
+
+
+def test_a_dial_given_up_before_it_is_greeted_leaves_no_stream() -> None:
+    async def main() -> None:
+        network = MemoryNetwork()
+        here, mute = network.transport("a"), network.transport("b")
+        arrived = asyncio.Event()
+
+        async def say_nothing(stream: Stream) -> None:
+            arrived.set()
+            await until_ended(stream, 1000.0)
+
+        mute.serve(PROTOCOL, say_nothing)
+        links = Links(here, RUN, "a#1", {})
+        dial = asyncio.create_task(links.channel("b#1"))
+        await arrived.wait()
+        assert here.streams
+        await links.aclose()
+        assert not here.streams
+        with pytest.raises(asyncio.CancelledError):
+            await dial
+        await here.close()
+        await mute.close()
+
+    run(main())
