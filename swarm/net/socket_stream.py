@@ -25,7 +25,8 @@ class SocketStream:
     """A stream over a connected, non-blocking unix socket. See `Stream` for the contract.
 
     A receive that is cancelled loses nothing: bytes already taken are given to the next receive.
-    A send that is cancelled aborts the stream, for the other side may have got half a message.
+    A send that is cancelled aborts the stream if it has begun, for the other side may have got half
+    a message.
     """
 
     def __init__(
@@ -48,6 +49,8 @@ class SocketStream:
         return f"<SocketStream to {self.peer} {self._ended or 'open'}>"
 
     async def send(self, parts: Sequence[Buffer]) -> None:
+        if self._unyielded >= _YIELD_EVERY:
+            await self._let_others_run()
         if self._ended:
             raise StreamClosedError(self._ended)
         if self._sending is not None:
@@ -59,7 +62,7 @@ class SocketStream:
                 queue.append(view if view.format == "B" and view.ndim == 1 else view.cast("B"))
         queue.reverse()
         if self._send_some(queue):
-            await self._yield_sometimes()
+            self._unyielded += 1
             return
         done: asyncio.Future[None] = self._loop.create_future()
         self._sending = done
@@ -114,6 +117,8 @@ class SocketStream:
         return bytes(buffer)
 
     async def receive_into(self, buffer: memoryview) -> None:
+        if self._unyielded >= _YIELD_EVERY:
+            await self._let_others_run()
         if self._receiving is not None:
             raise RuntimeError("one receiver at a time")
         view = memoryview(buffer)
@@ -129,7 +134,7 @@ class SocketStream:
                 raise StreamClosedError(self._ended)
             filled += self._receive_some(view[filled:])
         if filled == len(view):
-            await self._yield_sometimes()
+            self._unyielded += 1
             return
         await self._receive_rest(view, filled)
 
@@ -172,12 +177,11 @@ class SocketStream:
         self.received_bytes += received
         return received
 
-    async def _yield_sometimes(self) -> None:
-        """Let others run when data never makes us wait."""
-        self._unyielded += 1
-        if self._unyielded >= _YIELD_EVERY:
-            self._unyielded = 0
-            await asyncio.sleep(0)
+    async def _let_others_run(self) -> None:
+        """Where data never makes us wait. Before any of it is taken or given: who is cancelled here
+        has done nothing."""
+        self._unyielded = 0
+        await asyncio.sleep(0)
 
     async def close(self) -> None:
         self.completed = self.completed or not self._ended
