@@ -217,6 +217,9 @@ class Links:
                 await until_ended(stream, VERSION_TIMEOUT_S)
 
     async def _run(self, channel: Channel) -> None:
+        if self._tasks.closed:  # while it greeted; it would look alive as long as its peer does
+            channel.end("this process stops")
+            return
         incarnation = channel.incarnation
         self._channels[incarnation] = channel
         self._running[channel] = None

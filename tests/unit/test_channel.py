@@ -602,3 +602,18 @@ def test_a_dial_given_up_before_it_is_greeted_leaves_no_stream() -> None:
         await mute.close()
 
     run(main())
+
+
+def test_who_dials_a_life_that_ends_meanwhile_is_not_kept() -> None:
+    async def check(pair: Pair, channel: Channel) -> None:
+        stream = await pair.network.transport("m").dial("b", PROTOCOL)
+        await asyncio.sleep(1.0)
+        pair.b.abort()
+        await stream.send(
+            encode_frame({"kind": "hello", "run": RUN, "incarnation": "m#1", "to": "b#1"})
+        )
+        await asyncio.sleep(1.0)
+        assert pair.b.open_channel("m#1") is None
+        assert not pair.network.transports["b"].streams
+
+    with_pair(check)
