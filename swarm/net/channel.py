@@ -236,18 +236,18 @@ class Channel:
             raise self.ended
         self._pending[call_id] = pending
         try:
-            await self._enqueue(
-                {"kind": "call", "id": call_id, "method": method, "body": body}, tensors
-            )
-        except BaseException:
-            self._pending.pop(call_id, None)
-            raise
-        try:
+            try:
+                await self._enqueue(
+                    {"kind": "call", "id": call_id, "method": method, "body": body}, tensors
+                )
+            except BaseException:
+                self._pending.pop(call_id, None)
+                raise
             # When cancelled it stays in `_pending`: its answer is still to come, and is checked.
             return await pending.future
         finally:
             if pending.future.done() and not pending.future.cancelled():
-                pending.future.exception()  # seen, also when the caller was cancelled
+                pending.future.exception()  # seen, also by a caller that did not wait for it
 
     async def _enqueue(
         self, header: Header, tensors: Sequence[WireTensor] = (), *, answers: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from swarm.errors import (
 )
 from swarm.net import links as links_module
 from swarm.net.channel import (
+    BULK_QUEUE_BYTES,
     MAX_CALLS_IN_PROGRESS,
     UNANSWERED,
     CallFailedError,
@@ -419,6 +421,27 @@ def test_streams_are_bounded_over_all_peers(monkeypatch: pytest.MonkeyPatch) -> 
         assert (await others[2].channel("b#1")).ended is None
         for links in others:
             await links.aclose()
+
+    with_pair(check)
+
+
+def test_a_call_that_waits_for_room_when_the_channel_ends_leaves_no_error_unseen() -> None:
+    async def check(pair: Pair, channel: Channel) -> None:
+        unseen: list[object] = []
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: unseen.append(context))
+        channel._bulk_bytes = BULK_QUEUE_BYTES + 1
+        tensors = [encode(torch.zeros(1), "float32")]
+        call = asyncio.create_task(channel.call("echo", {}, tensors))
+        await asyncio.sleep(1.0)
+        channel.end("test")
+        with pytest.raises(StreamClosedError):
+            await call
+        del call
+        assert channel.ended is not None
+        channel.ended.__traceback__ = None  # it holds what the call had
+        gc.collect()
+        assert not unseen
 
     with_pair(check)
 
