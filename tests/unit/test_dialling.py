@@ -11,6 +11,9 @@ import pytest
 
 from swarm.errors import TransportError, UnreachableError
 from swarm.net.dialling import Dialler
+from swarm.net.hivemind_quiet import import_hivemind
+from swarm.net.p2pd import P2PDaemon
+from swarm.net.p2pd_control import base58_encode
 from swarm.sim.virtual_time import run
 
 LAN, PUBLIC, SILENT = (f"/ip4/{host}/tcp/4001" for host in ("192.168.1.2", "8.8.8.8", "172.17.0.1"))
@@ -78,3 +81,24 @@ def test_that_only_another_answers_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(UnreachableError, match="another peer answered there"):
         network.dial()
     assert network.given == [[LAN]]
+
+
+def test_an_address_of_a_kind_that_is_not_known_hides_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import_hivemind()
+    from hivemind.utils.multiaddr import Multiaddr
+
+    daemon, asked = P2PDaemon(), list[Any]()
+
+    async def ask(message: Any) -> None:
+        asked.append(message)
+
+    monkeypatch.setattr(daemon, "_ask", ask)
+    unknown, peer = "/ip4/8.8.8.8/udp/1/quic-v1/webtransport", base58_encode(bytes(range(34)))
+    asyncio.run(daemon.connect(peer, [unknown, f"{PUBLIC}/p2p/{peer}"], 1.0))
+    (message,) = asked
+    assert [str(Multiaddr(each)) for each in message.connect.addrs] == [PUBLIC]
+    with pytest.raises(TransportError, match="no addresses"):
+        asyncio.run(daemon.connect(peer, [unknown], 1.0))
+    assert len(asked) == 1
