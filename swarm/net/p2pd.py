@@ -44,6 +44,7 @@ log = logging.getLogger("swarm.net")
 _PREFIX = "swarm-p2p-"
 _STALE_S = 120.0
 OPEN_FILES = 16_384
+_P2P_CODE = b"\xa5\x03"  # of multiaddresses: 421 as a varint
 
 
 class P2PDaemon:
@@ -243,15 +244,13 @@ class P2PDaemon:
     async def connect(self, peer_id: str, addresses: Sequence[str], timeout_s: float) -> None:
         """Connect to a peer at these addresses (the part after /p2p/ is cut off). Who told them may
         know more kinds than the daemon: those that make no sense to it are left out."""
-        from hivemind.utils.multiaddr import Multiaddr
-
         message = request("CONNECT")
         message.connect.peer = base58_decode(peer_id)
         message.connect.timeout = max(1, round(timeout_s))
         for address in addresses:
             plain = re.sub(rf"/p2p/{re.escape(peer_id)}$", "", address)
             try:
-                message.connect.addrs.append(Multiaddr(plain).to_bytes())
+                message.connect.addrs.append(_address_bytes(plain))
             except Exception as error:
                 log.debug("left out the address %r of %s: %s", address, peer_id, error)
         if not message.connect.addrs:
@@ -379,6 +378,22 @@ def _check_ports_free(listen: Sequence[str]) -> None:
             except (OSError, OverflowError) as error:
                 reason = (getattr(error, "strerror", None) or str(error)).lower()
                 raise _listen_error(f"{match[2]}:{match[4]}", reason) from None
+
+
+def _address_bytes(address: str) -> bytes:
+    """As the daemon reads it. hivemind writes the peer id of a relay as a CID, for which the daemon
+    refuses all addresses told along with it."""
+    from hivemind.utils.multiaddr import Multiaddr
+
+    before, *relays = address.split("/p2p/")
+    data = bytes(Multiaddr(before).to_bytes()) if before else b""
+    for relay in relays:
+        peer, _, after = relay.partition("/")
+        peer_id = base58_decode(peer)
+        data += _P2P_CODE + bytes([len(peer_id)]) + peer_id
+        if after:
+            data += Multiaddr(f"/{after}").to_bytes()
+    return data
 
 
 def _start_error(output: str) -> SwarmError:

@@ -227,6 +227,21 @@ def test_a_peer_that_comes_back_on_its_port_is_found_again(tmp_path: Path) -> No
     asyncio.run(main())
 
 
+def test_the_address_of_a_relay_hides_no_other() -> None:
+    async def hold(stream: Stream) -> None:
+        await stream.receive_exactly(1)
+
+    async def main() -> None:
+        here, there, relay = [await Libp2pTransport.create() for _ in range(3)]
+        there.serve("/hold/1", hold)
+        relayed = f"{relay.addresses[0]}/p2p-circuit/p2p/{there.peer_id}"
+        await here.dial(there.peer_id, "/hold/1", [relayed, *there.addresses])
+        for each in (here, there, relay):
+            await each.close()
+
+    asyncio.run(main())
+
+
 def test_hivemind_stays_silent() -> None:
     script = (
         "import asyncio, logging\n"
