@@ -18,7 +18,7 @@ from swarm.net.p2pd import P2PDaemon
 
 _GRACE_S = 0.25
 _BACKOFF_POLL_S = 0.5
-_TCP_ADDRESS = re.compile(r"/ip[46]/([^/]+)/tcp/(\d{1,5})(?:/|$)")
+_TCP_ADDRESS = re.compile(r"/(?:ip[46]|dns[46]?)/([^/]+)/tcp/(\d{1,5})(?:/|$)")
 Result = TypeVar("Result")
 
 
@@ -107,7 +107,7 @@ class _Ports:
                 self._waiting.add(probe)
 
     async def _probe(self, address: str, host: str, port: int) -> None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, UnicodeError):  # a name may be none
             _, writer = await asyncio.open_connection(host, port)
             writer.close()
             self.open.append(address)

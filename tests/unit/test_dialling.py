@@ -32,6 +32,8 @@ class Network:
         monkeypatch.setattr(asyncio, "open_connection", self._open_connection)
 
     async def _open_connection(self, host: str, port: int) -> tuple[None, Any]:
+        if host == "away.example":
+            raise ConnectionRefusedError
         self.probing += 1
         try:
             await asyncio.sleep(self.answers_s.get(f"/ip4/{host}/tcp/{port}", 1000.0))
@@ -47,13 +49,13 @@ class Network:
         if self.right not in addresses:
             raise TransportError(MISMATCH)
 
-    def dial(self) -> float:
+    def dial(self, addresses: Sequence[str] = (LAN, SILENT, PUBLIC)) -> float:
         """Seconds until there is a connection."""
 
         async def main() -> float:
             dialler = Dialler(self, 10.0)  # type: ignore[arg-type]
             try:
-                await dialler.connect("peer", [LAN, SILENT, PUBLIC])
+                await dialler.connect("peer", addresses)
             finally:
                 await asyncio.sleep(0)  # for what was cancelled
                 assert not self.probing
@@ -81,6 +83,16 @@ def test_that_only_another_answers_is_said(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(UnreachableError, match="another peer answered there"):
         network.dial()
     assert network.given == [[LAN]]
+
+
+def test_a_name_is_asked_too_so_that_who_comes_back_there_is_found_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = Network(monkeypatch, {}, right=PUBLIC)
+    for kind in ("dns", "dns4", "dns6"):
+        with pytest.raises(UnreachableError, match="connection refused"):
+            network.dial([f"/{kind}/away.example/tcp/4001"])
+    assert not network.given
 
 
 def test_an_address_of_a_kind_that_is_not_known_hides_no_other(
