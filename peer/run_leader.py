@@ -460,7 +460,7 @@ class LeaderProcess:
                 addresses = record.get("addresses")
                 if signer in self.config.run.trainers and isinstance(addresses, list):
                     self._addresses[signer] = tuple(
-                        str(each)[:200] for each in addresses[:MAX_ADDRESSES]
+                        str(each) for each in addresses[:MAX_ADDRESSES]
                     )
             await asyncio.sleep(ANNOUNCE_S)
 
