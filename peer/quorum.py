@@ -19,9 +19,11 @@ from swarm.consensus import (
     COMPLETING,
     VOID_ATTEMPT,
     Answer,
+    Following,
     Key,
     Opening,
     Vote,
+    is_loyal,
     is_majority,
     next_term,
     note_disk,
@@ -78,7 +80,7 @@ class Quorum:
         self._disk, self.addresses, self.on_succeeded = disk, addresses, on_succeeded
         self._highest_seen = disk.vote.promised
         self._voided = -1  # the step our term has voided
-        self._followed, self._loyal_until = NO_TERM, 0.0  # the term that another leads in
+        self._followed = Following()
         self._strangers: dict[str, str] = {}  # trainers with another disk than they are known by
         self._forced: tuple[str, ...] = ()  # who answered, where an operator gives up the rest
         self._say, self._said = say, set[str]()
@@ -364,30 +366,21 @@ class Quorum:
         await self._from_voter(channel, message)
         term = Term.read(message.body.get("term"))
         self._own_term(channel, term)
-        if self._is_loyal(term):  # with the vote: who asks may not know of an epoch
+        now = asyncio.get_running_loop().time()
+        if is_loyal(self.vote, self._heard_leader(), term, now):
+            # With the vote: who asks may not know of an epoch.
             return self._reply(Answer(False, self.vote, "another trainer leads"))
         return self._reply(await self._change(lambda vote: on_prepare(vote, term)))
 
     def follow(self, term: Term, seconds: float) -> None:
         """Another trainer says that it leads in `term`; for so long nobody else is promised one."""
-        if term >= self._followed:
-            self._followed = term
-            self._loyal_until = asyncio.get_running_loop().time() + seconds
+        if term >= self._followed.term:
+            self._followed = Following(term, asyncio.get_running_loop().time() + seconds)
 
-    def _is_loyal(self, term: Term) -> bool:
-        """Whether we follow another than who asks for `term`: it may hear nothing of the leader
-        that we hear. Two that do not reach each other would depose one another without end.
-
-        Nothing depends on it but who leads. A later epoch is an order, and ends the present one.
-        """
-        followed = self._followed
-        return (
-            self.vote.promised <= followed < term
-            and followed.trainer != term.trainer
-            and followed.epoch == term.epoch
-            and asyncio.get_running_loop().time() < self._loyal_until
-            and self.links.open_channel(followed.trainer) is not None
-        )
+    def _heard_leader(self) -> Following:
+        """Whom we follow, as long as the connection to it lasts."""
+        there = self.links.open_channel(self._followed.term.trainer) is not None
+        return self._followed if there else Following()
 
     async def _on_accept(self, channel: Channel, message: Message) -> Message:
         await self._from_voter(channel, message)

@@ -21,6 +21,7 @@ another disk than it is known by is no voter until a record that opens an epoch 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -128,6 +129,27 @@ def on_prepare(vote: Vote, term: Term) -> Answer:
     if term < vote.promised:
         return Answer(False, vote, f"term {vote.promised.counter} was promised")
     return Answer(True, replace(vote, promised=term))
+
+
+class Following(NamedTuple):
+    """The term that a trainer hears another lead in, and until when nobody else gets a promise."""
+
+    term: Term = NO_TERM
+    until: float = -math.inf
+
+
+def is_loyal(vote: Vote, followed: Following, term: Term, now: float) -> bool:
+    """Whether who votes follows another than who asks for `term`: it may hear nothing of the leader
+    that we hear. Two that do not reach each other would depose one another without end.
+
+    Nothing depends on it but who leads. A later epoch is an order, and ends the present one.
+    """
+    return (
+        vote.promised <= followed.term < term
+        and followed.term.trainer != term.trainer
+        and followed.term.epoch == term.epoch
+        and now < followed.until
+    )
 
 
 def on_accept(vote: Vote, key: Key, record: Record | None, predecessor: Record | None) -> Answer:

@@ -13,8 +13,10 @@ from swarm.consensus import (
     COMPLETING,
     VOID_ATTEMPT,
     Acceptance,
+    Following,
     Key,
     Vote,
+    is_loyal,
     is_majority,
     next_term,
     note_disk,
@@ -49,6 +51,38 @@ def test_a_promise_refuses_older_terms_and_keeps_what_was_accepted() -> None:
     assert promised.vote.accepted == accepted.accepted
     assert not on_prepare(promised.vote, T1).yes
     assert not on_accept(promised.vote, Key(T1, 0, 2), record(0), None).yes
+
+
+@pytest.mark.parametrize(
+    ("asked", "now", "promised", "loyal"),
+    [
+        (Term(1, 6, "b#1"), 2.4, Term(1, 5, "a#1"), True),
+        (Term(1, 6, "b#1"), 2.5, Term(1, 5, "a#1"), False),
+        (Term(2, 6, "b#1"), 2.4, Term(1, 5, "a#1"), False),
+        (Term(1, 6, "a#2"), 2.4, Term(1, 5, "a#1"), False),
+        (Term(1, 4, "b#1"), 2.4, Term(1, 5, "a#1"), False),
+        (Term(1, 7, "b#1"), 2.4, Term(1, 6, "c#1"), False),
+        (Term(1, 6, "b#1"), 2.4, Term(1, 4, "c#1"), True),
+    ],
+    ids=[
+        "a-rival",
+        "silent-for-long",
+        "an-order",
+        "the-leader-itself",
+        "stale",
+        "another-was-promised-a-later-one",
+        "the-leader-was-promised-by-others",
+    ],
+)
+def test_who_follows_a_leader_is_loyal_to_it(
+    asked: Term, now: float, promised: Term, loyal: bool
+) -> None:
+    followed = Following(Term(1, 5, "a#1"), until=2.5)
+    assert is_loyal(Vote(promised), followed, asked, now) is loyal
+
+
+def test_who_follows_nobody_is_loyal_to_nobody() -> None:
+    assert not is_loyal(Vote(), Following(), T1, 0.0)
 
 
 def test_accepting_a_step_implies_that_the_one_before_is_committed() -> None:
