@@ -145,15 +145,18 @@ class Quorum:
         if reason := stranger(self.vote, self.me, self._disk.id):
             self._tell_once(f"this trainer does not count: {reason}")
             raise SupersededError(reason)
+        self._highest_seen = max(self._highest_seen, term)  # asked for once, whatever comes of it
+        votes, ask = dict[str, Vote](), {"term": list(term)}
+        if accept_loss:
+            votes = await self._ask_majority("prepare", ask, within_s=LOSS_S)
+            self._forced = tuple(sorted((self.me, *votes)))
+        elif not self.alone:
+            votes = await self._ask_majority("prepare", ask, stay_s=NAMING_S if new_epoch else 0.0)
+        # The last to promise: who is refused for a leader can follow it, since it promised nothing.
         mine = await self._change(lambda vote: on_prepare(vote, term))
         if not mine.yes:
             raise SupersededError(mine.reason)
-        votes, ask = {self.me: mine.vote}, {"term": list(term)}
-        if accept_loss:
-            votes |= await self._ask_majority("prepare", ask, within_s=LOSS_S)
-            self._forced = tuple(sorted(votes))
-        elif not self.alone:
-            votes |= await self._ask_majority("prepare", ask, stay_s=NAMING_S if new_epoch else 0.0)
+        votes[self.me] = mine.vote
         if self.vote.promised != term:
             raise SupersededError(f"term {self.vote.promised.counter} was promised meanwhile")
         self.term, self._voided = term, -1
@@ -367,19 +370,24 @@ class Quorum:
         term = Term.read(message.body.get("term"))
         self._own_term(channel, term)
         now = asyncio.get_running_loop().time()
-        if is_loyal(self.vote, self._heard_leader(), term, now):
+        if is_loyal(self.vote, self._leader(), term, now):
             # With the vote: who asks may not know of an epoch.
             return self._reply(Answer(False, self.vote, "another trainer leads"))
         return self._reply(await self._change(lambda vote: on_prepare(vote, term)))
 
     def follow(self, term: Term, seconds: float) -> None:
-        """Another trainer says that it leads in `term`; for so long nobody else is promised one."""
+        """A trainer, another or this one, says that it leads in `term`: for so long nobody else is
+        promised one."""
         if term >= self._followed.term:
             self._followed = Following(term, asyncio.get_running_loop().time() + seconds)
 
-    def _heard_leader(self) -> Following:
-        """Whom we follow, as long as the connection to it lasts."""
-        there = self.links.open_channel(self._followed.term.trainer) is not None
+    def _leader(self) -> Following:
+        """Whom we follow, while that connection lasts; ourselves while we reach a majority."""
+        term = self._followed.term
+        if term == self.term:
+            there = self.reaches_majority()
+        else:
+            there = self.links.open_channel(term.trainer) is not None
         return self._followed if there else Following()
 
     async def _on_accept(self, channel: Channel, message: Message) -> Message:

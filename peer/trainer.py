@@ -172,6 +172,7 @@ class Trainer(Generic[T]):
         """
         in_vain = 0
         while in_vain * TELL_EVERY_S < REACH_S:
+            self.quorum.follow(leader.term, self._lease_s * LOYAL_SHARE)
             await asyncio.sleep(TELL_EVERY_S)
             needed = leader.next_step < leader.plan.num_steps
             in_vain = in_vain + 1 if needed and not self.quorum.reaches_majority() else 0

@@ -132,15 +132,15 @@ def on_prepare(vote: Vote, term: Term) -> Answer:
 
 
 class Following(NamedTuple):
-    """The term that a trainer hears another lead in, and until when nobody else gets a promise."""
+    """The term that a trainer knows somebody to lead in; until when nobody else is promised one."""
 
     term: Term = NO_TERM
     until: float = -math.inf
 
 
 def is_loyal(vote: Vote, followed: Following, term: Term, now: float) -> bool:
-    """Whether who votes follows another than who asks for `term`: it may hear nothing of the leader
-    that we hear. Two that do not reach each other would depose one another without end.
+    """Whether who votes follows another than who asks for `term`, which may hear nothing of that
+    leader. Two that do not reach each other would depose one another without end.
 
     Nothing depends on it but who leads. A later epoch is an order, and ends the present one.
     """

@@ -201,6 +201,36 @@ def test_two_trainers_that_do_not_reach_each_other_do_not_take_turns() -> None:
     assert times(swarm, "record", "t0")[-1] > 60.0
 
 
+@pytest.mark.parametrize("others", [("t0",), ("t0", "t2")], ids=["the-leader", "both"])
+def test_a_trainer_that_comes_back_leaves_the_leader_its_term(others: tuple[str, ...]) -> None:
+    """Its line to the leader, or to all, is cut again and again, each time for longer than its
+    patience lasts. It has asked for terms meanwhile, and asks as it comes back."""
+    faults = [
+        Fault("forward", "cut", step=step, victim="t1", other=other, duration_s=20.0)
+        for step in (1, 5, 9)
+        for other in others
+    ]
+    swarm = Swarm(plan=plan(8, 12), trainer_ids=TRAINERS, seconds=(1.0, 2.0), faults=faults)
+    assert swarm.run(12)["sha256"] == baseline(12, 8)[0]
+    assert swarm.fired == faults, "nothing was injected"
+    assert list(swarm.chronicle.terms.values()) == ["t0"]
+    cuts = [at for at, _, what, _ in swarm.events if what == "fault"]
+    assert cuts[-1] - cuts[0] > 40.0, "each ended before the next began"
+    assert times(swarm, "record", "t0")[-1] - cuts[-1] > 25.0
+
+
+def test_a_trainer_that_starts_again_leaves_another_its_term() -> None:
+    """The first in rank tries soon after its start; the leader may not have found it by then."""
+    faults = [
+        Fault("forward", "kill", step=1, victim="t0", duration_s=20.0),
+        Fault("forward", "kill", step=6, victim="t0", duration_s=1.0),
+    ]
+    swarm = Swarm(plan=plan(8, 10), trainer_ids=TRAINERS, seconds=(1.0, 2.0), faults=faults)
+    assert swarm.run(10)["sha256"] == baseline(10, 8)[0]
+    assert swarm.fired == faults, "nothing was injected"
+    assert list(swarm.chronicle.terms.values()) == ["t0", "t1"]
+
+
 @pytest.mark.parametrize("action", ["kill", "freeze"])
 def test_who_was_refused_for_a_leader_succeeds_it(action: str) -> None:
     """Its voter was loyal to one that it heard of, and is no longer."""
@@ -228,22 +258,42 @@ def test_who_was_refused_for_a_leader_succeeds_it(action: str) -> None:
 def test_whom_a_trainer_refuses_that_hears_a_leader(
     asked: Term, after_s: float, connected: bool, loyal: bool
 ) -> None:
-    async def main() -> dict[str, Any]:
-        quorum = Quorum(TRAINERS, "t2", MemoryDisk())
-        links: Any = SimpleNamespace(open_channel=lambda name: object() if connected else None)
-        quorum.links = links
-        await quorum._change(lambda vote: Answer(True, replace(vote, promised=Term(1, 5, "t0#1"))))
-        quorum.follow(Term(1, 5, "t0#1"), 2.5)
-        await asyncio.sleep(after_s)
-        channel: Any = SimpleNamespace(peer=asked.trainer)
-        question = Message({"term": list(asked), "disk": "its disk"})
-        return (await quorum._on_prepare(channel, question)).body
-
-    answer = run(main())
+    answer = run(asked_for(asked, Quorum(TRAINERS, "t2", MemoryDisk()), after_s, connected))
     stale = asked < Term(1, 5, "t0#1")
     assert answer["yes"] is not (loyal or stale)
     promised = Vote.unpack(answer["vote"]).promised  # who is refused learns of what it lacks
     assert promised == (asked if answer["yes"] else Term(1, 5, "t0#1"))
+
+
+@pytest.mark.parametrize(
+    ("asked", "after_s", "connected", "refused"),
+    [
+        (Term(1, 6, "t1#1"), 2.0, True, True),
+        (Term(1, 6, "t1#1"), 3.0, True, False),
+        (Term(1, 6, "t1#1"), 2.0, False, False),
+        (Term(2, 6, "t1#1"), 2.0, True, False),
+    ],
+    ids=["a-rival", "it-leads-no-more", "it-reaches-nobody", "an-order"],
+)
+def test_whom_a_leader_refuses(asked: Term, after_s: float, connected: bool, refused: bool) -> None:
+    quorum = Quorum(TRAINERS, "t0", MemoryDisk())
+    quorum.term = Term(1, 5, "t0#1")
+    answer = run(asked_for(asked, quorum, after_s, connected))
+    assert answer["yes"] is not refused
+    assert (quorum.term == Term(1, 5, "t0#1")) is refused
+
+
+async def asked_for(term: Term, quorum: Quorum, after_s: float, connected: bool) -> dict[str, Any]:
+    """What a trainer answers `after_s` after somebody said that t0 leads in term 5."""
+    leads = Term(1, 5, "t0#1")
+    links: Any = SimpleNamespace(open_channel=lambda name: object() if connected else None)
+    quorum.links = links
+    await quorum._change(lambda vote: Answer(True, replace(vote, promised=leads)))
+    quorum.follow(leads, 2.5)
+    await asyncio.sleep(after_s)
+    channel: Any = SimpleNamespace(peer=term.trainer)
+    question = Message({"term": list(term), "disk": "its disk"})
+    return (await quorum._on_prepare(channel, question)).body
 
 
 class OverElsewhere(Swarm):
