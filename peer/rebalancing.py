@@ -188,7 +188,7 @@ class Rebalancing:
                 fetching = known.fetching
         for member in coming:
             if member.offer.replaces or not serving:
-                arriving, until = member.stage, self._counts_until(member)
+                arriving, until = member.stage, self.counts_until(member)
             else:
                 serving.append(member)  # a further stage beside those it serves
         offer = lives[-1].offer
@@ -216,9 +216,12 @@ class Rebalancing:
             fetching=fetching,
         )
 
-    def _counts_until(self, coming: Member) -> float:
-        """A mover counts as long as it and what it replaces are there, for its host ends one that
-        gets no further; but a stage that nobody else has a state of is not left to it for ever."""
+    def counts_until(self, coming: Member) -> float:
+        """How long a joiner counts where it goes, whether it gets there or not.
+
+        A mover does as long as it and what it replaces are there, for its host ends one that gets
+        no further; but a stage that nobody else has a state of is not left to it for ever.
+        """
         there = self.leader.members.of_stage(coming.stage)
         others = any(each.standing is not Standing.JOINING for each in there)
         moves = self.leader.members.get(coming.offer.replaces) is not None and not coming.arrived

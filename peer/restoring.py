@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Protocol
 from peer import snapshots
 from peer.calls import count
 from peer.members import Standing
-from peer.rebalancing import RESERVED_S
 from peer.snapshots import Description, Snapshot, chunks, digest
 from swarm.errors import DataError, RefusedError, SwarmError
 from swarm.net.channel import CallFailedError, Channel, Message, Method
@@ -158,10 +157,11 @@ class Restoring:
         """Whether a stage has had nobody for a while: not even who could be given its state, unless
         it has had longer for that than a joiner counts."""
         stages = range(self.leader.pipeline.num_stages)
+        until = self.leader.rebalancing.counts_until
         there = {
             member.stage
             for member in self.leader.members
-            if member.standing is not Standing.JOINING or now - member.joined_at < RESERVED_S
+            if member.standing is not Standing.JOINING or now < until(member)
         }
         empty = [stage for stage in stages if stage not in there]
         self._empty_since = {stage: self._empty_since.get(stage, now) for stage in empty}
