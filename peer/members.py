@@ -106,6 +106,7 @@ class Member:
     offer: Offer = field(default_factory=Offer)
     facts: StageFacts | None = None  # of its stage on its device, measured before it served
     joined_at: float = 0.0
+    fetched_at: float = 0.0  # when the leader, as a donor, last gave it some of a state
     fetch_s: float = 0.0  # from joining until it had the state
     arrived: bool = False  # it came to replace another, and took part
 

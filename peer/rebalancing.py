@@ -217,7 +217,8 @@ class Rebalancing:
         )
 
     def counts_until(self, coming: Member) -> float:
-        """How long a joiner counts where it goes, whether it gets there or not.
+        """How long a joiner counts where it goes, whether it gets there or not: since it joined,
+        or last had some of a state from here.
 
         A mover does as long as it and what it replaces are there, for its host ends one that gets
         no further; but a stage that nobody else has a state of is not left to it for ever.
@@ -225,7 +226,8 @@ class Rebalancing:
         there = self.leader.members.of_stage(coming.stage)
         others = any(each.standing is not Standing.JOINING for each in there)
         moves = self.leader.members.get(coming.offer.replaces) is not None and not coming.arrived
-        return math.inf if moves and others else coming.joined_at + RESERVED_S
+        since = max(coming.joined_at, coming.fetched_at)
+        return math.inf if moves and others else since + RESERVED_S
 
     # ---- joiners --------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from peer import snapshots
 from peer.calls import count
-from peer.members import Standing
+from peer.members import Member, Standing
 from peer.snapshots import Description, Snapshot, chunks, digest
 from swarm.errors import DataError, RefusedError, SwarmError
 from swarm.net.channel import CallFailedError, Channel, Message, Method
@@ -155,7 +155,7 @@ class Restoring:
 
     def _needs_a_peer(self, now: float) -> bool:
         """Whether a stage has had nobody for a while: not even who could be given its state, unless
-        it has had longer for that than a joiner counts."""
+        it has had nothing of it for longer than a joiner counts."""
         stages = range(self.leader.pipeline.num_stages)
         until = self.leader.rebalancing.counts_until
         there = {
@@ -234,13 +234,13 @@ class Restoring:
             task.cancel()
         self._states.clear()
 
-    def _stage_of(self, channel: Channel) -> tuple[int, Record]:
+    def _joiner(self, channel: Channel) -> tuple[Member, Record]:
         member, record = self.leader.members.get(channel.incarnation), self.leader.record
         if member is None:
             raise RefusedError("join first")
         if record is None or not self.serves(member.stage):
             raise RefusedError("the run has gone on, its replicas have the state")
-        return member.stage, record
+        return member, record
 
     async def _state(self, stage: int, record: Record) -> tuple[Snapshot, bytes]:
         if stage not in self._states:
@@ -271,13 +271,13 @@ class Restoring:
     async def _snapshot(self, channel: Channel, message: Message) -> Message:
         if message.body.get("release") is True:
             return Message({})
-        stage, record = self._stage_of(channel)
+        member, record = self._joiner(channel)
         step = record.step + 1
         if message.body.get("offer") is True:
             return Message({"step": step, "copies": [step]})
         if message.body.get("step") not in (None, step):
             raise RefusedError(f"only the state of step {step} is here")
-        snapshot, digests = await self._state(stage, record)
+        snapshot, digests = await self._state(member.stage, record)
         described = Description(
             step,
             snapshot.updates,
@@ -290,12 +290,13 @@ class Restoring:
         return Message(described.body())
 
     async def _chunk(self, channel: Channel, message: Message) -> Message:
-        stage, record = self._stage_of(channel)
-        snapshot, _ = await self._state(stage, record)
+        member, record = self._joiner(channel)
+        snapshot, _ = await self._state(member.stage, record)
         tensor = snapshot.tensors.get(str(message.body.get("name")))
         if tensor is None or count(message.body.get("step")) != record.step + 1:
             raise RefusedError("no such tensor")
         start = count(message.body.get("start"))
+        member.fetched_at = asyncio.get_running_loop().time()
         return Message({}, [encode(tensor[start : start + snapshots.CHUNK], "raw")])
 
     async def _gradient(self, channel: Channel, message: Message) -> Message:
