@@ -103,6 +103,7 @@ class Restoring:
         self._lost_since: dict[int, float] = {}
         self._empty_since: dict[int, float] = {}
         self._states: dict[int, asyncio.Task[tuple[Snapshot, bytes]]] = {}
+        self._logged: dict[str, str] = {}  # what failed last, by what it was
         self._failed: set[int] = set()  # stages whose state is not here after all
 
     def methods(self) -> dict[str, Method]:
@@ -119,7 +120,7 @@ class Restoring:
         """Look, until the run is over, whether some stage's state is lost. A look that fails is
         followed by another: nobody else would go back."""
         leader, loop = self.leader, asyncio.get_running_loop()
-        patient_until, failed = loop.time() + START_GRACE_S, ""
+        patient_until = loop.time() + START_GRACE_S
         while self.saved is not None:
             await asyncio.sleep(LOOK_S)
             if leader.admission.finished:
@@ -128,11 +129,11 @@ class Restoring:
                 self._forget()
             early = loop.time() < patient_until and not leader.has_committed
             stage = self._look(loop.time(), early=early)
+            if self._needs_a_peer(loop.time()) and not early:
+                self._fill()
+            if stage is None or early:
+                continue
             try:
-                if self._needs_a_peer(loop.time()) and not early:
-                    leader.rebalancing.consider()  # no commit comes before somebody moves there
-                if stage is None or early:
-                    continue
                 origin = await self.saved.newest(leader.record)
             except AwayError as error:
                 self.trouble = str(error)
@@ -144,14 +145,24 @@ class Restoring:
                 self.trouble = str(error)
                 continue
             except Exception as error:  # no memory, or no disk: another look may do
-                if repr(error) != failed:
-                    log.error("a look at lost stages failed: %r", error)
-                failed = repr(error)
-                if stage is not None:
-                    self.trouble = failed
+                self._log_once("a look at lost stages failed", error)
+                self.trouble = repr(error)
                 continue
             leader.fail(GoBack(stage, origin))
             return
+
+    def _fill(self) -> None:
+        """Order somebody to an empty stage: no commit comes before. That this fails is no reason
+        not to look for a checkpoint."""
+        try:
+            self.leader.rebalancing.consider()
+        except Exception as error:
+            self._log_once("no move to an empty stage", error)
+
+    def _log_once(self, what: str, error: Exception) -> None:
+        if self._logged.get(what) != repr(error):
+            log.error("%s: %r", what, error)
+        self._logged[what] = repr(error)
 
     def _needs_a_peer(self, now: float) -> bool:
         """Whether a stage has had nobody for a while: not even who could be given its state, unless

@@ -17,6 +17,7 @@ import pytest
 from peer.leader import Leader
 from peer.member import Member as ReplicaMember
 from peer.members import Offer, Standing
+from peer.rebalancing import Rebalancing
 from peer.restoring import Origin, Saved
 from peer.run_leader import LeaderProcess
 from peer.snapshots import Snapshot
@@ -426,6 +427,37 @@ def test_a_stage_that_has_lost_everybody_is_filled_from_the_others() -> None:
     assert count(told, "move") == 1
     assert count(told, "epoch") == 1
     assert len(swarm.settled) == 4
+
+
+def test_a_plan_that_fails_keeps_no_lost_stage_from_its_checkpoint(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both of its peers die and another comes, while the stage after it is empty and every plan of
+    moves raises an error."""
+    swarm = Restorable(plan=plan(MICROBATCHES, 4))
+    failed: list[float] = []
+
+    def fails(books: Rebalancing) -> None:
+        failed.append(asyncio.get_running_loop().time())
+        raise ZeroDivisionError
+
+    def kill_stages(swarm: AdaptiveSwarm, facts: Mapping[str, Any]) -> None:
+        monkeypatch.setattr(Rebalancing, "consider", fails)
+        for name, stages in list(swarm.stages().items()):
+            if stages in ([1], [2]):
+                swarm.kill(name)
+        swarm.start_peer("new", (1,), pinned=True)
+        swarm.later(200.0, fill, swarm)
+
+    def fill(swarm: AdaptiveSwarm) -> None:
+        monkeypatch.undo()
+        swarm.start_peer("late", (2,), pinned=True)
+
+    told = run(swarm, 4, record=kill_stages)
+    assert failed
+    assert count(told, "epoch") == 1
+    went_back = next(at for at, _, what, _ in swarm.events if what == "epoch")
+    assert went_back - failed[0] < 60.0
 
 
 def test_a_stage_that_is_empty_before_the_first_commit_is_filled_from_the_others() -> None:
