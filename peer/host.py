@@ -28,7 +28,7 @@ from swarm.net.links import Links
 from swarm.tasks import TaskSet
 
 log = logging.getLogger(__name__)
-MOVE_S = 900.0  # for more of a download, or the first commit with the new replica
+MOVE_S = 900.0  # for more of a download, or for commits that name the new replica
 HAND_OVER_S = 60.0  # one attempt at leaving; repeated, for what it waits for may take long
 RETRY_S = 1.0
 
@@ -178,14 +178,16 @@ class Host:
             await self._end(new)
 
     async def _arrival(self, new: Member) -> None:
-        """Until a commit names it, it has ended, or it got no further within `MOVE_S`."""
+        """Until a commit names it, it has ended, or it got no further within `MOVE_S`. The step
+        that may be its first takes as long as it takes."""
         arrives = self._tasks.spawn(new.took_part.wait(), "arrives")
         ends = (arrives, self._serving[new])
         try:
             while True:
                 before = new.reached
                 await asyncio.wait(ends, timeout=MOVE_S, return_when=asyncio.FIRST_COMPLETED)
-                if any(each.done() for each in ends) or new.reached == before:
+                halts = new.reached == before and not new.awaits_commit
+                if any(each.done() for each in ends) or halts:
                     return
         finally:
             arrives.cancel()

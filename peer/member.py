@@ -108,6 +108,7 @@ class Member:
         self.serves: int | None = None  # the stage it was given
         self.facts: StageFacts | None = None
         self.took_part = asyncio.Event()  # a commit has named it
+        self._passed_over = 0  # commits that did not, though it served
         self.server: StageServer | None = None
         self.commits: Commits | None = None
         self.orders: Orders | None = None
@@ -322,6 +323,8 @@ class Member:
         self.catching_up.committed(record)
         if self.links.incarnation in record.members.get(self.server.stage, ()):
             self.took_part.set()
+        elif self.settled:
+            self._passed_over += 1
 
     # ---- the state ------------------------------------------------------------------------------
 
@@ -410,6 +413,13 @@ class Member:
         """How far it has ever come: the share of a state that was here, and whether it served."""
         share = self.catching_up.most_share if self.catching_up is not None else 0.0
         return share, self.has_served
+
+    @property
+    def awaits_commit(self) -> bool:
+        """Whether it serves a leader, and the step under way may be the first that it is part of:
+        for the one before that it may have come too late."""
+        there = self.leader is not None and self.leader.ended is None
+        return self.settled and there and self._passed_over < 2
 
     @property
     def activity(self) -> str:

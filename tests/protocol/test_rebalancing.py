@@ -220,6 +220,22 @@ def test_a_move_that_takes_long_is_not_given_up_while_more_of_the_state_comes(
     assert max(lasted, default=0.0) > 24.0, "no move has taken long"
 
 
+def test_a_move_is_not_given_up_while_the_step_lasts_that_is_its_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step takes longer than may pass without any more of the download, which is soon done."""
+    monkeypatch.setattr("peer.host.MOVE_S", 20.0)
+    swarm = AdaptiveSwarm(plan=plan(30, 4), costs=(1.0, 1.0, 4.0), seconds=(1.0, 2.0))
+    swarm.at_end = lambda: setattr(swarm, "settled", swarm.stages())
+    assert swarm.run(4)["sha256"] == baseline(4, 30)[0]
+    told = Counter(what for _, _, what, _ in swarm.events)
+    assert told["move"] == told["moved"] == 2
+    assert told["move_refused"] == 0
+    assert sorted(stage for [stage] in swarm.settled.values()) == [0, 1, 2, 2, 2, 2]
+    records = [at for at, _, what, _ in swarm.events if what == "record"]
+    assert min(b - a for a, b in itertools.pairwise(records)) > 100.0
+
+
 def test_a_mover_that_starts_again_in_its_old_stage_counts_there() -> None:
     """Killed while it moves: where it was to go, somebody else is wanted at once."""
     swarm = AdaptiveSwarm(plan=plan(MICROBATCHES, 14), costs=(1.0, 1.0, 4.0))

@@ -20,7 +20,7 @@ class Replica:
         self.server = SimpleNamespace(stage=stage)
         self.pipeline, self.memory_bytes = SimpleNamespace(num_stages=3), None
         self.finished, self.took_part = asyncio.Event(), asyncio.Event()
-        self.reached = (0.0, False)
+        self.reached, self.awaits_commit = (0.0, False), False
         self.on_move: Callable[..., str]
 
     async def run(self) -> None:
@@ -88,3 +88,17 @@ def test_a_move_that_gets_no_further_is_given_up() -> None:
         await host.aclose()
 
     run(given_up(), limit_s=100 * MOVE_S)
+
+
+def test_a_move_waits_for_a_step_that_takes_hours_and_no_longer() -> None:
+    async def moved() -> None:
+        host, new = await moving()
+        new.reached, new.awaits_commit = (1.0, True), True
+        await asyncio.sleep(9.5 * MOVE_S)
+        assert host.stages == [0, 1]
+        new.awaits_commit = False  # commits have passed it over
+        await asyncio.sleep(MOVE_S)
+        assert host.stages == [0]
+        await host.aclose()
+
+    run(moved(), limit_s=100 * MOVE_S)
