@@ -117,11 +117,17 @@ class LeaderProcess:
         self._on_link, self._on_step, self._show = on_link, on_step, show
         self._cache_dir, self._lan = cache_dir, lan
         self._bootstrap, self._resume, self._say = tuple(bootstrap), resume, say
-        self.goes_back = resume is not None  # unless it turns out that nothing is to be done for it
+        self._trainer: Trainer[dict[str, Any]] | None = None
         self._accept_loss, self._moves = accept_loss, moves
         self._addresses: dict[str, tuple[str, ...]] = group_by_trainer(bootstrap)
         self._shown: Mapping[str, Any] = self.status.as_dict()  # the status as last built
         self._gathered = False  # all that `start_with` asks for have been there
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether `resume` is still to be carried out."""
+        asked = self._resume is not None
+        return asked and (self._trainer is None or self._trainer.goes_back)
 
     async def run(
         self, *, listen: Sequence[str], announce: Sequence[str] = ()
@@ -151,7 +157,7 @@ class LeaderProcess:
             )
             stack.push_async_callback(node.close)
             node.directory.prefer(self.config.run_id, self.config.run.trainers)
-            trainer = self._make_trainer(node, disk, dataset, saved, order)
+            self._trainer = trainer = self._make_trainer(node, disk, dataset, saved, order)
             stack.push_async_callback(trainer.links.aclose)
             stack.push_async_callback(trainer.aclose)
             tasks = TaskSet()
@@ -280,7 +286,6 @@ class LeaderProcess:
         `record`: the newest that it knows."""
         order, alone = None, len(self.config.run.trainers) <= 1 or self._accept_loss
         resume = source_of(self._resume, record, self.run_dir, alone=alone)
-        self.goes_back = resume is not None
         if resume is not None:
             order = await asyncio.to_thread(
                 take_over,

@@ -82,6 +82,11 @@ class Trainer(Generic[T]):
             }
         )
 
+    @property
+    def goes_back(self) -> bool:
+        """Whether the operator's order is still to be carried out."""
+        return self._ordered is not None
+
     async def run(self) -> T | None:
         """Until the run is finished: by this trainer (what `lead` returned) or another (None)."""
         patience, stands_by = self._patience(first=True), False

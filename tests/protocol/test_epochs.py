@@ -534,16 +534,23 @@ def test_an_operator_goes_on_without_the_majority() -> None:
     """Two of three trainers are gone for good; the third is told to accept that."""
     swarm = swarm_of(TRAINERS)
     swarm.point, swarm.step = "forward", 3
+    stands: list[bool] = []  # whether the order does, for whoever stops the trainer then
 
     def two_are_gone() -> None:
         swarm.gone = {"t0", "t1"}
         swarm.order = swarm.saved.newest
         for name in TRAINERS:
             swarm.kill_trainer(name, 5.0)
+        swarm.later(6.0, look)
 
+    def look() -> None:
+        stands.append(swarm.trainers["t2"].goes_back)
+
+    swarm.at_end = look
     swarm.lose = two_are_gone  # type: ignore[method-assign]
     run_exactly(swarm)
     assert swarm.epochs == [(1, 2)]
+    assert stands == [True, False]
     assert list(swarm.disks["t2"].vote.voters) == ["t2"]
 
 
