@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
@@ -32,6 +33,7 @@ LOYAL_SHARE = 0.5  # of its lease a trainer promises nobody else: over before an
 TELL_EVERY_S = 1.0
 FINISHED_AGAIN_S = 0.3
 RANK_S = 2.0
+BYPASSED_S = 45.0  # nobody asks a leader to join: longer than replicas pause between two attempts
 ASIDE_S = 20.0  # for all others to begin to lead, when this one has stood aside for them
 ORDER_AGAIN_S = (0.5, 1.5)
 FOR_LEADER = ("join", "ready", "leave", "snapshot", "chunk", "gradient")
@@ -67,7 +69,9 @@ class Trainer(Generic[T]):
         self._ordered, self._accept_loss = order, accept_loss
         self._needed: Order | None = None  # what the last term ended for, if it went back
         self._aside = False  # whether the last term ended for others to lead
-        self._out_of_reach = False  # whether it ended because no majority could be reached
+        self._given_up = ""  # why it ended, if this trainer gave it up
+        self._asked_at = -math.inf  # when somebody last wanted to join here
+        self._asked_elsewhere_at = -math.inf  # when another trainer last said so of itself
         self._lease_s, self._random = lease_s, random.Random(seed)
         self._heard = asyncio.Event()
         self._leading: asyncio.Task[T] | None = None
@@ -134,9 +138,9 @@ class Trainer(Generic[T]):
     async def _lead_one_term(self, leader: Leader) -> tuple[T | None, bool]:
         self.leader = leader
         self._on_role(f"leading in term {leader.term.counter}")
-        self._out_of_reach = False
+        self._given_up = ""
         telling = self._tasks.spawn(self._tell(leader.term), "lease")
-        reaching = self._tasks.spawn(self._keep_majority(leader), "majority")
+        reaching = self._tasks.spawn(self._keep_reaching(leader), "reach")
         self._leading = self._tasks.spawn(self._run_lead(leader), "lead")
         try:
             return await self._leading, True
@@ -144,8 +148,8 @@ class Trainer(Generic[T]):
             task = asyncio.current_task()
             if self.quorum.term == leader.term or (task is not None and task.cancelling()):
                 raise  # it is this trainer that is stopped, not its term
-            lost = f"giving the term up: {NO_MAJORITY}"
-            self._on_role(lost if self._out_of_reach else "another trainer leads now")
+            lost = f"giving the term up: {self._given_up}"
+            self._on_role(lost if self._given_up else "another trainer leads now")
             return None, False
         except SupersededError as error:
             self._stand_aside(False)
@@ -169,21 +173,32 @@ class Trainer(Generic[T]):
                 self.links.end_channels(member.incarnation, "this trainer does not lead any more")
             await leader.aclose()
 
-    async def _keep_majority(self, leader: Leader) -> None:
+    async def _keep_reaching(self, leader: Leader) -> None:
         """End a term in which no majority can be reached: it commits nothing any more, and its
-        replicas may reach another leader. Not once every step is committed.
+        replicas may reach another leader. So too where no replica is here, and they ask another
+        trainer. Not once every step is committed.
 
         Looks are counted, not seconds: this process may have been stopped.
         """
-        in_vain = 0
+        loop, in_vain, bypassed = asyncio.get_running_loop(), 0, 0
         while in_vain * TELL_EVERY_S < REACH_S:
             self.quorum.follow(leader.term, self._lease_s * LOYAL_SHARE)
+            looked_at = loop.time()
             await asyncio.sleep(TELL_EVERY_S)
             needed = leader.next_step < leader.plan.num_steps
             in_vain = in_vain + 1 if needed and not self.quorum.reaches_majority() else 0
+            asked = self._asked_at >= looked_at or bool(leader.members.by_name)
+            bypassed = bypassed + 1 if needed and not asked else 0
+            elsewhere = loop.time() - self._asked_elsewhere_at < 2 * TELL_EVERY_S
+            if bypassed * TELL_EVERY_S >= BYPASSED_S and elsewhere:
+                self._give_up(leader, "replicas reach another trainer, and not this one", True)
+                return
+        self._give_up(leader, NO_MAJORITY, False)
+
+    def _give_up(self, leader: Leader, why: str, for_others: bool) -> None:
         if self._leading is not None and self.leader is leader:
-            self._out_of_reach = True
-            self._stand_aside(False)
+            self._given_up = why
+            self._stand_aside(for_others)
             self._leading.cancel()
 
     def _stand_aside(self, for_others: bool) -> None:
@@ -205,6 +220,8 @@ class Trainer(Generic[T]):
         """A method of the leader's admission, refused while this trainer does not lead."""
 
         async def handle(channel: Channel, message: Message) -> Message | None:
+            if name == "join":
+                self._asked_at = asyncio.get_running_loop().time()
             if self.leader is None:
                 raise RefusedError("this trainer does not lead now")
             return await self.leader.admission.methods()[name].handle(channel, message)
@@ -252,7 +269,8 @@ class Trainer(Generic[T]):
                 term.epoch >= vote.promised.epoch and steps >= vote.next_step
             ):
                 self._finished(steps)
-        return Message({})
+        ago_s = asyncio.get_running_loop().time() - self._asked_at
+        return Message({"asked": ago_s < BYPASSED_S})
 
     def _finished(self, steps: int) -> None:
         """Another trainer has led the run to its end. Nobody may be left to vote, or to serve."""
@@ -292,10 +310,12 @@ class Trainer(Generic[T]):
             body["steps"] = finished
         try:
             channel = await self.links.channel(trainer, self.quorum.addresses(trainer))
-            await channel.call("leads", body)
+            answer = await channel.call("leads", body)
         except SwarmError as error:
             log.debug("lease to %s: %s", trainer[-8:], error)
             return False
+        if answer.body.get("asked") is True:
+            self._asked_elsewhere_at = asyncio.get_running_loop().time()
         return True
 
     async def aclose(self) -> None:

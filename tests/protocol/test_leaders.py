@@ -184,6 +184,37 @@ def test_a_leader_that_waits_for_replicas_beyond_the_cut_gives_up_the_others() -
     assert times(swarm, "record", *TRAINERS)[-1] < 30.0
 
 
+def without_replicas(action: str, replicas: tuple[str, ...], lasts_s: float) -> Swarm:
+    """What happens to replicas leaves the leader its lines to the other trainers."""
+    faults = [
+        Fault("forward", "freeze", step=1, victim=each, duration_s=lasts_s) for each in replicas
+    ]
+    if action == "cut":
+        faults = [replace(each, action="cut", victim="t0", other=each.victim) for each in faults]
+    swarm = Swarm(plan=plan(8, 6), trainer_ids=TRAINERS, faults=faults)
+    assert swarm.run(6, limit_s=1000)["sha256"] == baseline(6, 8)[0]
+    assert swarm.fired == faults, "nothing was injected"
+    return swarm
+
+
+def test_a_leader_that_no_replica_reaches_leaves_them_to_another_that_they_reach() -> None:
+    swarm = without_replicas("cut", (*MINE, *THEIRS), 300.0)
+    assert list(swarm.chronicle.terms.values()) == ["t0", "t1"]
+    assert times(swarm, "record", "t1")[-1] < 90.0
+
+
+@pytest.mark.parametrize(
+    ("action", "replicas"),
+    [("cut", MINE + THEIRS[1:]), ("freeze", MINE + THEIRS)],
+    ids=["that-one-reaches", "whose-replicas-ask-nobody"],
+)
+def test_a_leader_keeps_its_term(action: str, replicas: tuple[str, ...]) -> None:
+    """Until the others are back."""
+    swarm = without_replicas(action, replicas, 120.0)
+    assert list(swarm.chronicle.terms.values()) == ["t0"]
+    assert times(swarm, "record", "t0")[-1] > 120.0
+
+
 def cut_from_one(faults: list[Fault], num_steps: int) -> Swarm:
     """A leader and the next in rank do not reach each other; the third reaches both. A step takes
     longer than one of them would lead, if they deposed one another."""
