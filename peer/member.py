@@ -1,7 +1,7 @@
-"""A volunteer's peer in a run: find the leader, take a stage, fetch its state, serve, come back.
+"""A volunteer's peer in a run: join a leader, take a stage, fetch its state, serve, come back.
 
-Losing the leader is no reason to exit: the state stays, and the member joins again with it when a
-leader answers. Each phase is told to `say`, one line for people.
+Losing the leader is no reason to exit: the state stays, and the member joins again with it when
+`peer.finding` has found one. Each phase is told to `say`, one line for people.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import asyncio
 import logging
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import aclosing, suppress
+from contextlib import suppress
 from typing import Any
 
 from peer.calls import count, names
 from peer.commits import Commits, Prepared
 from peer.evaluations import Evaluations
+from peer.finding import RETRY_S, NotYetError, apply, join_leader, pause_s
 from peer.joining import CatchUp
 from peer.measure import StageFacts, stage_facts
 from peer.observe import activity_of
@@ -28,26 +29,16 @@ from swarm.compute import Compute, Kind, Timed
 from swarm.delayed_state import State, new_state
 from swarm.errors import JoinError, RefusedError, StageFailedError, SwarmError, WireError
 from swarm.model.stage import ModelPipeline
-from swarm.net.channel import CallFailedError, Channel, Message, Method
+from swarm.net.channel import Channel, Message, Method
 from swarm.net.link import MAX_ADDRESSES, farthest_first
 from swarm.net.links import Links, peer_of
 from swarm.optim import OptimizerSettings
 from swarm.placement import estimate_memory, least_slots, slots_that_fit
-from swarm.tasks import as_answered
 from swarm.terms import Record
 from swarm.wire.boundaries import LOSSLESS, BoundaryCodecs
 from swarm.wire.frames import no_tensors
 
 log = logging.getLogger(__name__)
-RETRY_S = (0.2, 30.0)  # first and longest pause between attempts to find the leader
-# A pause is at most this share of the time without a leader: whoever starts again within a quarter
-# of a minute has its replicas back while it still waits for what they have counted (`ADOPT_S`).
-RETRY_SHARE = 0.15
-OTHERS_S = 1.0  # for other trainers to answer after one; a dial goes on, for the next attempt
-
-
-class NotYetError(RefusedError):
-    """The leader is there, and may take this peer another time."""
 
 
 class Member:
@@ -138,7 +129,10 @@ class Member:
         while not self.finished.is_set():
             trouble = ""
             try:
-                channel, position = await self._find_and_join()
+                candidates = await self._find_leader()
+                channel, position = await join_leader(
+                    self.links, candidates, self.trainers, self._join
+                )
                 try:
                     await self._catch_up(channel, position)
                     try:
@@ -161,40 +155,8 @@ class Member:
                 return
             lost = "lost the leader, looking for it" if self.server else "looking for the leader"
             self.say(trouble or lost)
-            pause = max(RETRY_S[0], min(RETRY_SHARE * (loop.time() - since), RETRY_S[1]))
+            pause = pause_s(loop.time() - since)
             await self._finished_within(pause * self.random.uniform(0.8, 1.2))
-
-    async def _find_and_join(self) -> tuple[Channel, Mapping[str, Any]]:
-        """Join with the first trainer that leads; the others say that they do not.
-
-        All are dialled at once: one that is frozen or cut off keeps nobody waiting. Returns the
-        channel to the leader and where the run stands.
-        """
-        dials = [
-            self.links.channel(name, addresses)
-            for name, addresses in await self._find_leader()
-            if peer_of(name) in self.trainers
-        ]
-        failures: list[SwarmError] = []
-        async with aclosing(as_answered(dials, OTHERS_S)) as answers:
-            async for dial in answers:
-                try:
-                    channel = dial.result()
-                except SwarmError as error:  # even of one that serves another run: others may lead
-                    failures.append(error)
-                    continue
-                try:
-                    return channel, await self._join(channel)
-                except JoinError:
-                    raise
-                except SwarmError as error:
-                    failures.append(error)
-        if not_yet := [error for error in failures if isinstance(error, NotYetError)]:
-            raise not_yet[0]
-        hopeless = [error for error in failures if isinstance(error, JoinError)]
-        if hopeless and len(hopeless) == len(dials):
-            raise hopeless[0]
-        raise RefusedError(f"no leader answers: {failures[-1] if failures else 'none is known'}")
 
     async def _join(self, channel: Channel) -> Mapping[str, Any]:
         wanted = self.server.stage if self.server else self.stage
@@ -211,14 +173,7 @@ class Member:
             "speed": self.speed,
             "memory_bytes": self.memory_bytes,
         }
-        try:
-            body = (await channel.call("join", application)).body
-        except CallFailedError as error:
-            if error.detail.get("fatal") is True:
-                raise JoinError(error.message, "this peer cannot serve this run as it is") from None
-            if "fatal" in error.detail:
-                raise NotYetError(error.message) from None
-            raise
+        body = await apply(channel, application)
         self._note_roster(body.get("roster"))
         if self.server is None:
             why = str(body.get("why", ""))[:200]

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Generic, TypeVar
 
 from peer.calls import count
+from peer.finding import RETRY_S
 from peer.leader import Leader
 from peer.quorum import NO_MAJORITY, REACH_S, Quorum, SupersededError
 from peer.restoring import AwayError, GoBack, Order, StandAside
@@ -33,7 +34,7 @@ LOYAL_SHARE = 0.5  # of its lease a trainer promises nobody else: over before an
 TELL_EVERY_S = 1.0
 FINISHED_AGAIN_S = 0.3
 RANK_S = 2.0
-BYPASSED_S = 45.0  # nobody asks a leader to join: longer than replicas pause between two attempts
+BYPASSED_S = 1.5 * RETRY_S[1]  # nobody asks to join: longer than between two attempts of a replica
 ASIDE_S = 20.0  # for all others to begin to lead, when this one has stood aside for them
 ORDER_AGAIN_S = (0.5, 1.5)
 FOR_LEADER = ("join", "ready", "leave", "snapshot", "chunk", "gradient")
