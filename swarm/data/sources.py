@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import stat
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -60,7 +61,7 @@ def list_files(source: str, path: Path | None) -> list[Path]:
     if not root.is_dir():
         raise DataError(f"no data at {root}", "set data.path to a file or a directory")
     suffix = ".txt" if source == "text" else ".jsonl"
-    found = [p for p in _walk(root) if p.name.endswith(suffix) and p.is_file()]
+    found = [p for p in _walk(root) if p.name.endswith(suffix) and _is_file(p)]
     if not found:
         raise DataError(f"no {suffix} files in {root}", "set data.path to where the data are")
     return sorted(found, key=lambda p: p.relative_to(root).as_posix())
@@ -75,6 +76,14 @@ def _walk(root: Path) -> Iterator[Path]:
 
     for folder, _, names in os.walk(root, onerror=refuse):
         yield from (Path(folder, name) for name in names)
+
+
+def _is_file(path: Path) -> bool:
+    """Raises DataError at a link to what is not there, as on a disk that is not mounted."""
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}", UNREADABLE) from None
 
 
 def _stdlib_files() -> list[Path]:

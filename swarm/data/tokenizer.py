@@ -11,6 +11,7 @@ are, with its chat template.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,7 @@ _PRETRAINED_FILES = (
 )  # fmt: skip
 _RULES = "added_tokens", "normalizer", "pre_tokenizer", "model"  # of a tokenizer.json
 _MAX_TRAINING_BYTES = 64 * 2**20  # of text that the BPE learns from
+_MAX_RUN_CHARS = 2048  # of one word, or gap, that it learns from as a whole
 
 
 class Tokenizer:
@@ -164,7 +166,7 @@ def load_pretrained(directory: str | Path, vocab_size: int) -> Tokenizer:
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = True  # a document cannot end itself by naming the token
-    largest = max(backend.get_vocab(with_added_tokens=True).values())
+    largest = max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
     if largest >= vocab_size:
         raise DataError(
             f"the tokenizer of {directory} has {largest + 1} tokens but data.vocab_size is "
@@ -188,12 +190,14 @@ def _end_of_text(directory: Path, files: Mapping[str, bytes], backend: tokenizer
         except OSError:
             found = None
         found = found[0] if isinstance(found, list) and found else found
-    if isinstance(found, bool) or not isinstance(found, int) or backend.id_to_token(found) is None:
-        raise DataError(
-            f"the tokenizer of {directory} names no end of text",
-            "give eos_token in its tokenizer_config.json",
-        )
-    return found
+    # Of one that is no 32-bit number the library makes an OverflowError.
+    is_id = type(found) is int and 0 <= found < 2**32
+    if found is not None and is_id and backend.id_to_token(found) is not None:
+        return found
+    raise DataError(
+        f"the tokenizer of {directory} names no end of text",
+        "give eos_token in its tokenizer_config.json",
+    )
 
 
 def _json_object(data: bytes) -> dict[str, Any]:
@@ -212,10 +216,20 @@ def _bpe(backend: tokenizers.Tokenizer, vocab_size: int) -> Tokenizer:
 def _first_bytes(texts: Iterator[bytes]) -> Iterator[str]:
     left = _MAX_TRAINING_BYTES
     for text in texts:
-        yield text.decode("utf-8", "replace")
+        yield from _pieces(text.decode("utf-8", "replace"))
         left -= len(text)
         if left <= 0:
             return
+
+
+def _pieces(text: str, most: int = _MAX_RUN_CHARS) -> Iterator[str]:
+    """The text, cut only inside of what is unbroken for long: learning takes the square of that."""
+    begin = 0
+    for run in re.finditer(rf"(?<!\S)\S{{{most},}}|(?<!\s)\s{{{most},}}", text):
+        for cut in range(run.start() + most, run.end(), most):
+            yield text[begin:cut]
+            begin = cut
+    yield text[begin:]
 
 
 def _empty_backend(model: Any, use_regex: bool) -> tokenizers.Tokenizer:

@@ -34,6 +34,7 @@ from swarm.data.order import permuted
 from swarm.data.tokenizer import (
     END_OF_TEXT,
     TOKENIZER_FILE,
+    _pieces,
     load_pretrained,
     load_tokenizer_file,
     train_bpe,
@@ -252,11 +253,13 @@ def test_links_to_files_are_read_and_links_to_directories_are_not_followed(tmp_p
     (folder / "linked.txt").symlink_to(elsewhere / "a.txt")
     (folder / "linked").symlink_to(elsewhere)
     (folder / "loop").symlink_to(folder)
-    (folder / "broken.txt").symlink_to(elsewhere / "b.txt")
     (tmp_path / "root").symlink_to(folder)
     for root in (folder, tmp_path / "root"):
         found = [path.relative_to(root) for path in sources.list_files("text", root)]
         assert list(map(str, found)) == [".txt", "b.txt", "linked.txt"]
+    (folder / "broken.txt").symlink_to(elsewhere / "b.txt")  # as of a disk that is not mounted
+    with pytest.raises(DataError, match=r"cannot read .*broken\.txt: No such file"):
+        sources.list_files("text", folder)
 
 
 def test_large_files_pass_in_blocks_that_cut_no_character(
@@ -546,6 +549,18 @@ def test_bpe_is_trained_once_and_cached(text: Path, cache: Path) -> None:
         build(run_config(path=str(text), tokenizer="bpe", vocab_size=100), cache)
 
 
+def test_a_tokenizer_learns_from_what_is_unbroken_for_long_in_pieces() -> None:
+    """Learning takes the square of a word's length. Of all else nothing is cut."""
+    for text, pieces in (
+        ("abc\n abc", ["abc\n abc"]),
+        ("a abcd b", ["a abcd b"]),
+        ("a abcdefghi b", ["a abcd", "efgh", "i b"]),
+        ("a     b", ["a    ", " b"]),
+        ("", [""]),
+    ):
+        assert list(_pieces(text, 4)) == pieces
+
+
 def test_saved_tokenizers_load_in_hugging_face(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     samples = [TEXT[:200], "  tabs\t\tand \r\n\0 ends ", "Ā ġ € \U0001f600 , . 's"]
@@ -610,6 +625,10 @@ def test_a_pretrained_tokenizer_that_does_not_fit(tmp_path: Path) -> None:
     directory = pretrained_tokenizer(tmp_path / "model")
     with pytest.raises(DataError, match="names no end of text"):
         load_pretrained(directory, 400)
+    for wrong in ("-1", "[]", "[-1]", str(2**40), "true", "1.5"):
+        (directory / "config.json").write_text(f'{{"eos_token_id": {wrong}}}')
+        with pytest.raises(DataError, match="names no end of text"):
+            load_pretrained(directory, 400)
     (directory / "config.json").write_text('{"eos_token_id": [3, 4]}')
     assert load_pretrained(directory, 400).eos_id == 3
     with pytest.raises(DataError, match=f"set data.vocab_size = {SMALL_BPE.vocab_size + 2}$"):
