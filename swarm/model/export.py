@@ -10,6 +10,7 @@ tell, because whoever writes holds a lock that the kernel frees.
 from __future__ import annotations
 
 import contextlib
+import copy
 import fcntl
 import glob
 import json
@@ -18,7 +19,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -156,19 +157,29 @@ def _write_huggingface(
     from swarm.model.huggingface import HuggingFacePipeline
 
     assert isinstance(pipeline, HuggingFacePipeline)
-    model = build_model(pipeline.config, empty=True)
+    model = build_model(copy.deepcopy(pipeline.config), empty=True)
     state = pipeline.plain(state)
     buffers = {key: value for key, value in model.state_dict().items() if key not in state}
     if buffers and pipeline.pretrained is not None:
         load_buffers(model, pipeline.pretrained, pipeline.copied)
     model.load_state_dict({**buffers, **state}, assign=True)
-    if tokenizer is not None and model.generation_config.eos_token_id is None:
-        model.generation_config.eos_token_id = tokenizer.eos_id
-        model.generation_config.pad_token_id = tokenizer.eos_id
+    if tokenizer is not None:
+        _name_ends(model, tokenizer)
     with quiet():
         model.save_pretrained(directory)
     if pipeline.pretrained is not None and tokenizer is not None:
         _keep_generation(pipeline.pretrained, directory, tokenizer)
+
+
+def _name_ends(model: Any, tokenizer: SavedTokenizer) -> None:
+    """With which id a text ends. Those of the model that the run began with are of its tokens."""
+    others = tokenizer.kind != "pretrained"
+    generation = model.generation_config
+    if others or generation.eos_token_id is None:
+        generation.eos_token_id = generation.pad_token_id = tokenizer.eos_id
+    if others:  # the padding of a config is left: which embedding is never trained goes by it
+        for each in (generation, model.config, model.config.get_text_config(decoder=True)):
+            each.eos_token_id, each.bos_token_id = tokenizer.eos_id, None
 
 
 def _keep_generation(source: Path, directory: Path, tokenizer: SavedTokenizer) -> None:

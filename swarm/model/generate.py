@@ -93,10 +93,11 @@ def generate(
             "export an earlier checkpoint, or train anew with a lower lr",
         )
     end = model.generation_config.eos_token_id
-    ends = end if isinstance(end, list) else [end]
+    ends = [each for each in (end if isinstance(end, list) else [end]) if each is not None]
+    first = ends[0] if ends else 0
     ids = tokenizer(text, return_tensors="pt").input_ids if text else None
     if ids is None or not ids.numel():
-        ids = torch.tensor([[end if isinstance(end, int) else 0]])
+        ids = torch.tensor([[first]])
     limit = max_positions(model.config.get_text_config(decoder=True))
     positions = ids.shape[1] + max_new_tokens if limit is None else limit
     ids = ids.to(device)
@@ -116,7 +117,7 @@ def generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=room,
-                pad_token_id=end if isinstance(end, int) else 0,
+                pad_token_id=first,
                 **options,
             )
             new = output[0, ids.shape[1] :].tolist()
@@ -124,6 +125,8 @@ def generate(
             if len(new) < room or (new and new[-1] in ends):
                 break  # the model has ended its text
             ids = output
+    if written and written[-1] in ends:
+        written.pop()  # no text: of bytes it would be a NUL
     return text + str(tokenizer.decode(written, skip_special_tokens=True))
 
 

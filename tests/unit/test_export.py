@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from swarm.data.tokenizer import Tokenizer, byte_tokenizer
+from swarm.data.tokenizer import EOS_ID, Tokenizer, byte_tokenizer
 from swarm.errors import ConfigError, DataError, StorageError, SwarmError
 from swarm.model import CustomPipeline, Pipeline
 from swarm.model.export import export_model
@@ -93,6 +93,24 @@ def test_how_text_is_made_is_kept_of_a_model_that_is_trained_on(tmp_path: Path) 
     settings.write_text("[")
     with pytest.raises(DataError, match=r"cannot read .*generation_config\.json: .* - restore it"):
         exported(own)
+
+
+def test_a_text_ends_as_the_runs_own_tokenizer_has_it(tmp_path: Path) -> None:
+    """Not as that of the model the run began with, whose tokens are others."""
+    first, pipeline = tmp_path / "first", a_pipeline()
+    config = pipeline.config
+    config.eos_token_id, config.bos_token_id = [34, 7], 5
+    export_model(pipeline, weights(pipeline), first)
+    again = HuggingFacePipeline(
+        pretrained_config(first), seed=9, num_stages=2, microbatch_size=1, sequence=16,
+        pretrained=first,
+    )  # fmt: skip
+    assert again.config.eos_token_id == [34, 7]
+    path = export_model(again, weights(again), tmp_path / "out", byte_tokenizer())
+    model = AutoModelForCausalLM.from_pretrained(path)
+    for found in (model.config, model.generation_config):
+        assert (found.eos_token_id, found.bos_token_id) == (EOS_ID, None)
+    assert again.config.eos_token_id == [34, 7]
 
 
 def test_a_tied_model_keeps_its_buffers(tmp_path: Path) -> None:
@@ -178,7 +196,10 @@ def test_a_text_longer_than_the_models_positions_goes_on(
         generate(tmp_path / "out", prompts, max_new_tokens=1)
     assert [bytes(ids).decode() for ids in read] == ["a" * 16 + "b" * 16, "b" * 16]
     model.generation_config.eos_token_id = [ord("z"), 7]
-    assert generate(tmp_path / "out", prompt, max_new_tokens=50) == prompt + "zzz"
+    assert generate(tmp_path / "out", prompt, max_new_tokens=50) == prompt + "zz"  # not the end
+    read.clear()
+    generate(tmp_path / "out", "", max_new_tokens=5)
+    assert read == [[ord("z")]]  # after the end of another text
 
 
 def test_a_model_that_has_diverged_writes_nothing(tmp_path: Path) -> None:
