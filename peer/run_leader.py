@@ -464,9 +464,7 @@ class LeaderProcess:
             for signer, record in (await node.directory.lookup(key)).items():
                 addresses = record.get("addresses")
                 if signer in self.config.run.trainers and isinstance(addresses, list):
-                    self._addresses[signer] = tuple(
-                        str(each) for each in addresses[:MAX_ADDRESSES]
-                    )
+                    self._addresses[signer] = tuple(str(each) for each in addresses[:MAX_ADDRESSES])
             await asyncio.sleep(ANNOUNCE_S)
 
     async def _look_for_peers(
