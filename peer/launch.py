@@ -210,4 +210,3 @@ class Node:
     async def close(self) -> None:
         await self.directory.close()
         await self.transport.close()
-        self.identity.release()

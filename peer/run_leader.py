@@ -152,6 +152,7 @@ class LeaderProcess:
             await asyncio.to_thread(self._lay_out)
             saved = SavedStates(self.run_dir, self.config, self.pipeline, say=self._say)
             order = await self._go_back(disk.vote.committed, saved, dataset.tokenizer)
+            stack.callback(self.identity.release)
             node = await Node.open(
                 self.identity, listen=listen, announce=announce, bootstrap=self._bootstrap
             )

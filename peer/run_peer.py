@@ -30,7 +30,7 @@ from swarm.averaging.policy import POLICIES
 from swarm.compute import Compute, ThreadCompute, WatchedCompute
 from swarm.config import MAX_CONFIG_BYTES, RunConfig, from_canonical, with_pretrained_hash
 from swarm.device import allocator
-from swarm.errors import ConfigError, JoinError, SwarmError, VersionError
+from swarm.errors import ConfigError, JoinError, ListenError, SwarmError, VersionError
 from swarm.model import ModelPipeline, build_pipeline
 from swarm.net.channel import Channel, Message, Method
 from swarm.net.identity import Identity
@@ -39,6 +39,7 @@ from swarm.net.link import (
     MAX_LINK_CHARS,
     JoinLink,
     format_link,
+    parse_link,
     wrong_with_address,
 )
 from swarm.net.links import Links
@@ -127,8 +128,15 @@ class PeerProcess:
         self._give_up_at = math.inf
 
     async def run(self) -> None:
-        """Serve until the run is finished. Raises SwarmError for what a person must mend:
-        another run or version, a wrong flag, a taken port, a link where nobody ever answered."""
+        """Serve until the run is finished, then give the identity back. Raises SwarmError for what
+        a person must mend: another run or version, a wrong flag, a taken port, a link where nobody
+        ever answered."""
+        try:
+            await self._run()
+        finally:
+            self.identity.release()
+
+    async def _run(self) -> None:
         self.say = Speaker(self._write)
         clock = asyncio.get_running_loop().time
         self._give_up_at = clock() + self.options.give_up_s
@@ -148,6 +156,8 @@ class PeerProcess:
             if self._leaving:
                 raise JoinError("the network daemon has died while leaving")
             self.say.trouble("the network daemon has died; starting it again")
+            if self._remembered:  # the swarm may be elsewhere than where it was at the start
+                self.link = parse_link(self._remembered)
             if clock() - began > SAY_EVERY_S:
                 pause = FIRST_PAUSE_S
             pause = await self._rest(pause)
@@ -209,6 +219,10 @@ class PeerProcess:
                 )
             except VersionError:
                 raise
+            except ListenError as error:
+                if not self._config:  # nobody has served yet: for a person to mend
+                    raise
+                self.say.trouble(f"{error}; trying again")
             except JoinError as error:
                 if "clock" in error.message or self._is_time_to_give_up():
                     raise
@@ -231,6 +245,8 @@ class PeerProcess:
         it is time to give up. Those after the first may be peers that were met long ago
         (`_remember_link`), and prove nothing.
         """
+        if self._config:
+            return from_canonical(self._config, self.link.run_id)
         pause = FIRST_PAUSE_S
         while True:
             for number, (peer, addresses) in enumerate(self.link.by_peer.items()):

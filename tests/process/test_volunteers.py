@@ -10,10 +10,14 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from peer.local_server import _children_of
 from peer.places import tcp_ports
 from peer.serve import LAST_SWARM
+from swarm.errors import InUseError
 from swarm.events import KINDS, tail_events
+from swarm.net.identity import claim_identity_file
 from tests.process.forks import Command, Forks, toml
 from tests.process.small_disk import fill, make_room, small_disk
 
@@ -237,6 +241,9 @@ def test_who_has_lost_its_network_daemon_says_so(forks: Forks, tmp_path: Path) -
     peer.says("the network daemon has died; starting it again")
     peer.says("serving stage 0", 2)
     assert peer.err == "", peer
+    (key,) = (tmp_path / "home").rglob("peer/identity.key")
+    with pytest.raises(InUseError):
+        claim_identity_file(key)
     (daemon,) = _children_of(leader.child.pid)
     os.kill(daemon, signal.SIGKILL)
     assert leader.code() == 1, leader

@@ -115,6 +115,10 @@ def test_what_a_peer_receives_lands_where_its_device_wants_it(
             async def _open(self) -> Any:
                 return SimpleNamespace(transport=network.transport("peer"), close=other.aclose)
 
+            async def _while_connected(self, node: Any, device: str) -> bool:
+                await self._join(node, device)
+                return True
+
             async def _fetch_config(self, links: Links) -> Any:
                 for each in (links, links.another_life("peer#2", {})):
                     channel = await each.channel("other#1")
@@ -122,7 +126,7 @@ def test_what_a_peer_receives_lands_where_its_device_wants_it(
                     await each.aclose()
                 raise EOFError("that was all")
 
-        identity: Any = SimpleNamespace(peer_id="peer")
+        identity: Any = SimpleNamespace(peer_id="peer", release=lambda: None)
         with pytest.raises(EOFError):
             await Peer(LINK, identity, PeerOptions(), say=lambda line: None).run()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from peer.launch import Node
 from peer.run_peer import ANSWER_S, PeerOptions, PeerProcess, Speaker
 from swarm.config import RunConfig, canonical_bytes, parse_config, with_pretrained_hash
-from swarm.errors import ConfigError, DataError, JoinError, UnreachableError
+from swarm.errors import ConfigError, DataError, JoinError, ListenError, UnreachableError
+from swarm.net.link import parse_link
 from swarm.sim.virtual_time import run
 
+PEER = "12D3KooWCiirNx5T6fYSJhXZwZzKQVSvvFrAB6M5VGcZzSQZpcvs"
 JOIN: Any = SimpleNamespace(run_id="0" * 32, addresses=(), by_peer={})
 
 
@@ -144,3 +148,79 @@ def test_a_swarm_that_says_no_config_is_given_up_in_time(config: RunConfig) -> N
     with pytest.raises(JoinError, match="its answer is no run config"):
         fetch(config, answers, give_up_at=ANSWER_S)
     assert answers["leader"] == [data]
+
+
+class Unlucky(PeerProcess):
+    """Its network daemon dies again and again, the first time once it has served."""
+
+    met = f"swarm://{'0' * 32}@/ip4/8.8.8.8/tcp/4001/p2p/{PEER}"
+
+    def __init__(self, ends: list[Any]) -> None:
+        self.released = 0
+        self.ends, self.tried, self.said = ends, list[Any](), list[str]()
+        identity: Any = SimpleNamespace(peer_id="me", release=self._release)
+        super().__init__(JOIN, identity, PeerOptions(device="cpu"), say=self.said.append)
+
+    def _release(self) -> None:
+        self.released += 1
+
+    async def _open(self) -> Any:
+        assert not self.released, "another process could be the same peer"
+        self.tried.append(self.link)
+
+        async def close() -> None:
+            pass
+
+        return SimpleNamespace(close=close)
+
+    async def _while_connected(self, node: Any, device: str) -> bool:
+        self._remember_link([self.met.partition("@")[2]])
+        end = self.ends.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        return bool(end)
+
+
+@pytest.mark.parametrize("last", [True, JoinError("another run")])
+def test_who_loses_its_network_daemon_comes_back_to_where_the_swarm_is_by_now(last: Any) -> None:
+    process = Unlucky([False, False, last])
+
+    async def serve() -> None:
+        with contextlib.nullcontext() if last is True else pytest.raises(JoinError, match="other"):
+            await process.run()
+
+    run(serve(), limit_s=10)
+    assert process.tried == [JOIN, *[parse_link(process.met)] * 2]
+    assert process.released == 1
+    assert process.said.count("the network daemon has died; starting it again") == 1, "a minute"
+
+
+def test_who_has_served_does_not_ask_for_its_config_again(config: RunConfig) -> None:
+    """Whoever is where the leader was may be of another run."""
+    link: Any = SimpleNamespace(run_id=config.run_id, addresses=(), by_peer={"leader": ()})
+    process = PeerProcess(link, link, PeerOptions())
+    process.say = Speaker(lambda line: None)
+    links: Any = Answers({"leader": [canonical_bytes(config), JoinError("it serves run X")]})
+    for _ in range(2):
+        assert run(process._fetch_config(links)) == config
+
+
+@pytest.mark.parametrize("served", [False, True])
+def test_a_daemon_that_does_not_start_ends_only_who_has_not_served(
+    served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = [ListenError("it did not start within 60 s"), None]
+
+    async def opened(*_: Any, **__: Any) -> Any:
+        if (error := tries.pop(0)) is not None:
+            raise error
+        return "a node"
+
+    monkeypatch.setattr(Node, "open", opened)
+    process = PeerProcess(JOIN, JOIN, PeerOptions())
+    process.say, process._config = Speaker(lambda line: None), b"{}" if served else b""
+    if served:
+        assert run(process._open()) == "a node"
+    else:
+        with pytest.raises(ListenError):
+            run(process._open())
