@@ -14,11 +14,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeVar
 
 from swarm.errors import TransportError, UnreachableError
+from swarm.net.names import FAMILIES, look_up
 from swarm.net.p2pd import P2PDaemon
 
 _GRACE_S = 0.25
 _BACKOFF_POLL_S = 0.5
-_TCP_ADDRESS = re.compile(r"/(?:ip[46]|dns[46]?)/([^/]+)/tcp/(\d{1,5})(?:/|$)")
+_TCP_ADDRESS = re.compile(r"/(?:ip[46]|dns([46]?))/([^/]+)/tcp/(\d{1,5})(?:/|$)")
 Result = TypeVar("Result")
 
 
@@ -100,17 +101,22 @@ class _Ports:
         self._waiting: set[asyncio.Task[None]] = set()
         for address in addresses:
             match = _TCP_ADDRESS.match(address)
-            if match is None or "/p2p-circuit" in address or int(match[2]) > 65535:
+            if match is None or "/p2p-circuit" in address or int(match[3]) > 65535:
                 self.open.append(address)
             else:
-                probe = asyncio.create_task(self._probe(address, match[1], int(match[2])))
-                self._waiting.add(probe)
+                self._waiting.add(asyncio.create_task(self._probe(address, *match.groups())))
 
-    async def _probe(self, address: str, host: str, port: int) -> None:
-        with contextlib.suppress(OSError, UnicodeError):  # a name may be none
-            _, writer = await asyncio.open_connection(host, port)
-            writer.close()
+    async def _probe(self, address: str, named: str | None, host: str, port: str) -> None:
+        found = [host] if named is None else await look_up(host, FAMILIES[named])
+        if found is None:  # it cannot be asked now; p2pd looks it up by itself
             self.open.append(address)
+            return
+        for each in found:
+            with contextlib.suppress(OSError):
+                _, writer = await asyncio.open_connection(each, int(port))
+                writer.close()
+                self.open.append(address)
+                return
 
     async def more(self, *, than: int) -> bool:
         """Whether there are more than so many, once none has followed the last for _GRACE_S: p2pd

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,11 +14,13 @@ import pytest
 from swarm.errors import TransportError, UnreachableError
 from swarm.net.dialling import Dialler
 from swarm.net.hivemind_quiet import import_hivemind
+from swarm.net.names import FAMILIES, MAX_LOOKUPS, look_up
 from swarm.net.p2pd import P2PDaemon
 from swarm.net.p2pd_control import base58_encode
 from swarm.sim.virtual_time import run
 
 LAN, PUBLIC, SILENT = (f"/ip4/{host}/tcp/4001" for host in ("192.168.1.2", "8.8.8.8", "172.17.0.1"))
+AWAY = "203.0.113.9"
 MISMATCH = "failed to negotiate security protocol: peer id mismatch"
 
 
@@ -32,7 +36,7 @@ class Network:
         monkeypatch.setattr(asyncio, "open_connection", self._open_connection)
 
     async def _open_connection(self, host: str, port: int) -> tuple[None, Any]:
-        if host == "away.example":
+        if host == AWAY:
             raise ConnectionRefusedError
         self.probing += 1
         try:
@@ -53,15 +57,18 @@ class Network:
         """Seconds until there is a connection."""
 
         async def main() -> float:
-            dialler = Dialler(self, 10.0)  # type: ignore[arg-type]
             try:
-                await dialler.connect("peer", addresses)
+                await a_dialler(self).connect("peer", addresses)
             finally:
                 await asyncio.sleep(0)  # for what was cancelled
                 assert not self.probing
             return asyncio.get_running_loop().time()
 
         return run(main())
+
+
+def a_dialler(network: Network) -> Dialler:
+    return Dialler(network, 10.0)  # type: ignore[arg-type]
 
 
 def test_an_address_that_is_somebody_elses_here_hides_no_other(
@@ -88,11 +95,53 @@ def test_that_only_another_answers_is_said(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_name_is_asked_too_so_that_who_comes_back_there_is_found_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    asked = list[Any]()
+
+    def find(name: str, port: None, family: Any, kind: Any) -> list[Any]:
+        asked.append((name, family))
+        return [(family, kind, 6, "", (AWAY, 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", find)
     network = Network(monkeypatch, {}, right=PUBLIC)
     for kind in ("dns", "dns4", "dns6"):
         with pytest.raises(UnreachableError, match="connection refused"):
-            network.dial([f"/{kind}/away.example/tcp/4001"])
+            asyncio.run(a_dialler(network).connect("peer", [f"/{kind}/away.example/tcp/4001"]))
     assert not network.given
+    assert asked == [("away.example", each) for each in FAMILIES.values()]
+
+
+def test_a_name_server_that_does_not_answer_holds_up_nothing_else(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Neither the threads that all share, nor other addresses; and there is a most of such names,
+    beyond which the daemon looks them up."""
+    answers, all_wait = threading.Event(), asyncio.Event()
+    looking, loops = list[str](), list[asyncio.AbstractEventLoop]()
+
+    def find(name: str, *_: Any) -> list[Any]:
+        looking.append(name)
+        if len(looking) == MAX_LOOKUPS:
+            loops[0].call_soon_threadsafe(all_wait.set)
+        answers.wait()
+        raise socket.gaierror
+
+    async def main() -> None:
+        loops.append(asyncio.get_running_loop())
+        tasks = [asyncio.create_task(look_up(f"n{i}", FAMILIES[""])) for i in range(MAX_LOOKUPS)]
+        await all_wait.wait()
+        assert await asyncio.to_thread(lambda: "free") == "free"
+        assert await look_up("another", FAMILIES[""]) is None
+        await a_dialler(network).connect("peer", [public_name])
+        assert network.given == [[public_name]]
+        tasks[0].cancel()
+        answers.set()
+        assert await asyncio.gather(*tasks[1:]) == [[]] * (MAX_LOOKUPS - 1)
+
+    public_name = "/dns4/here.example/tcp/4001"
+    monkeypatch.setattr(socket, "getaddrinfo", find)
+    network = Network(monkeypatch, {}, right=public_name)
+    asyncio.run(main())
+    assert "here.example" not in looking
 
 
 def test_an_address_of_a_kind_that_is_not_known_hides_no_other(
