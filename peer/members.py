@@ -106,7 +106,8 @@ class Member:
     offer: Offer = field(default_factory=Offer)
     facts: StageFacts | None = None  # of its stage on its device, measured before it served
     joined_at: float = 0.0
-    fetched_at: float = 0.0  # when the leader, as a donor, last gave it some of a state
+    fetched: int = 0  # elements of a state that the leader, as a donor, gave it
+    fetched_at: float = 0.0  # when it last did, until there were as many as the state has
     fetch_s: float = 0.0  # from joining until it had the state
     arrived: bool = False  # it came to replace another, and took part
 

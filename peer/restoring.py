@@ -307,8 +307,11 @@ class Restoring:
         if tensor is None or count(message.body.get("step")) != record.step + 1:
             raise RefusedError("no such tensor")
         start = count(message.body.get("start"))
-        member.fetched_at = asyncio.get_running_loop().time()
-        return Message({}, [encode(tensor[start : start + snapshots.CHUNK], "raw")])
+        chunk = tensor[start : start + snapshots.CHUNK]
+        member.fetched += chunk.numel()
+        if member.fetched <= sum(each.numel() for each in snapshot.tensors.values()):
+            member.fetched_at = asyncio.get_running_loop().time()  # no longer what it has had once
+        return Message({}, [encode(chunk, "raw")])
 
     async def _gradient(self, channel: Channel, message: Message) -> Message:
         """None of those are here; whoever follows learns how far the run is."""

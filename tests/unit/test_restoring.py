@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from peer import snapshots
 from peer.members import Member, Members, Standing
 from peer.rebalancing import RESERVED_S, Rebalancing
 from peer.restoring import GRACE_S, Restoring
@@ -22,11 +23,12 @@ RESTORED = Record(
     Ballot(Term(1, 2, "t0#1"), 3, 1), "", {}, {}, 0.0, 1.0, 0.0, "restored", 0.0, 0, base=4
 )
 LASTS_S, EVERY_S = 2.5 * RESERVED_S, 60.0
+SIZE = 1000
 
 
 class Donor(Restoring):
     async def _state(self, stage: int, record: Record) -> tuple[Snapshot, bytes]:
-        return Snapshot(4, 1, "", record, {"parameters": torch.zeros(1000)}), b""
+        return Snapshot(4, 1, "", record, {"parameters": torch.zeros(SIZE)}), b""
 
 
 def leader_with(joiner: Member) -> Any:
@@ -41,12 +43,15 @@ def leader_with(joiner: Member) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("stops_s", "misses"), [(math.inf, False), (EVERY_S, True)], ids=["goes-on", "stops"]
+    ("stops_s", "share", "misses"),
+    [(math.inf, 1, False), (EVERY_S, 1, True), (math.inf, 50, True)],
+    ids=["goes-on", "stops", "begins-again"],
 )
 def test_a_download_from_the_leader_keeps_others_from_its_stage_while_it_goes_on(
-    stops_s: float, misses: bool
+    stops_s: float, share: int, misses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes longer than a joiner counts that gets nowhere."""
+    """It takes longer than a joiner counts that gets nowhere. All of it once is all."""
+    monkeypatch.setattr(snapshots, "CHUNK", share)
 
     async def missed() -> bool:
         loop = asyncio.get_running_loop()
