@@ -39,6 +39,7 @@ from swarm.errors import DataError, StorageError
 from swarm.spec import token_dtype
 
 _FORMAT = 1
+_BPE_FORMAT = 2  # how it learns
 _RACY_S = 3.0
 _ENCODE_BYTES = 2**20  # documents are encoded together up to this much text
 
@@ -85,7 +86,9 @@ def prepare_tokens(
         root.mkdir(parents=True, exist_ok=True)
     files, stamp = _hashed(root, source, path)
     given = load_pretrained(pretrained, vocab_size) if pretrained is not None else None
-    made_by = tokenizer if given is None else [tokenizer, given.eos_id, _digest(given)]
+    made_by: Any = [tokenizer, given.eos_id, _digest(given)] if given is not None else tokenizer
+    if tokenizer == "bpe":
+        made_by = [tokenizer, _BPE_FORMAT]
     recipe = [_FORMAT, source, made_by, vocab_size, shard_bytes, [f.sha256 for f in files]]
     key = hashlib.sha256(json.dumps(recipe).encode()).hexdigest()[:32]
     final = root / key
