@@ -34,7 +34,8 @@ LOYAL_SHARE = 0.5  # of its lease a trainer promises nobody else: over before an
 TELL_EVERY_S = 1.0
 FINISHED_AGAIN_S = 0.3
 RANK_S = 2.0
-BYPASSED_S = 1.5 * RETRY_S[1]  # nobody asks to join: longer than between two attempts of a replica
+ASKED_S = 1.3 * RETRY_S[1]  # somebody asks to join: longer than between two attempts of a replica
+BYPASSED_S = 1.5 * RETRY_S[1]  # nobody does: longer still, or one that asks both once would count
 ASIDE_S = 20.0  # for all others to begin to lead, when this one has stood aside for them
 ORDER_AGAIN_S = (0.5, 1.5)
 FOR_LEADER = ("join", "ready", "leave", "snapshot", "chunk", "gradient")
@@ -271,7 +272,7 @@ class Trainer(Generic[T]):
             ):
                 self._finished(steps)
         ago_s = asyncio.get_running_loop().time() - self._asked_at
-        return Message({"asked": ago_s < BYPASSED_S})
+        return Message({"asked": ago_s < ASKED_S})
 
     def _finished(self, steps: int) -> None:
         """Another trainer has led the run to its end. Nobody may be left to vote, or to serve."""

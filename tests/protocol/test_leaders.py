@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 from peer.disk import MemoryDisk
+from peer.finding import RETRY_S
 from peer.leader import Leader
 from peer.quorum import NO_MAJORITY, Quorum
 from peer.run_leader import LeaderProcess
+from peer.trainer import ASKED_S, BYPASSED_S, TELL_EVERY_S
 from swarm.consensus import COMPLETING, Answer, Term, Vote
 from swarm.net.channel import Message
 from swarm.net.links import peer_of
@@ -213,6 +215,13 @@ def test_a_leader_keeps_its_term(action: str, replicas: tuple[str, ...]) -> None
     swarm = without_replicas(action, replicas, 120.0)
     assert list(swarm.chronicle.terms.values()) == ["t0"]
     assert times(swarm, "record", "t0")[-1] > 120.0
+
+
+def test_a_visitor_that_asks_two_trainers_once_deposes_no_leader() -> None:
+    """The other has ceased to say that somebody asked there before the leader has waited for as
+    long; and who asks again and again does so while the last time counts, at its longest pause."""
+    assert ASKED_S + 3 * TELL_EVERY_S < BYPASSED_S
+    assert RETRY_S[1] * 1.2 < ASKED_S
 
 
 def cut_from_one(faults: list[Fault], num_steps: int) -> Swarm:
