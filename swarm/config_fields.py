@@ -257,8 +257,8 @@ class OptimizerSection(Section):
         default=0.1,
         ge=0,
         description="Weight decay, never of what has one dimension, of norms (LayerNorm, RMSNorm, "
-        "classes called ...Norm) and of biases (bias, ..._bias): decoupled with adamw, added to "
-        "the gradient (L2) with sgd, any other as torch has it.",
+        "classes called ...Norm) and of biases (bias, bias_..., ..._bias): decoupled with adamw, "
+        "added to the gradient (L2) with sgd, any other as torch has it.",
     )
     momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum of sgd.")
     nesterov: bool = Field(
