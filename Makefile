@@ -85,7 +85,7 @@ bench: .venv/.stamp-test
 	done
 
 # Over emulated home connections: network namespaces, so as root. Same contract, with what the lab gave
-# beside each result. Three and a half hours; `everything.py --list` says of what.
+# beside each result. Four hours and a quarter; `everything.py --list` says of what.
 bench-wan: .venv/.stamp-test
 	@$(BIN)/python benchmarks/wan/everything.py
 

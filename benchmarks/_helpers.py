@@ -71,6 +71,16 @@ def serve_lines(answer: Callable[[Mapping[str, Any]], Mapping[str, Any] | None])
             print(json.dumps(reply), flush=True)
 
 
+def commit() -> str | None:
+    """What this program is of, if git knows. Asked before a run: it takes longer than an edit."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        told = subprocess.run(command, cwd=HERE, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return None
+    return told.stdout.strip() or None
+
+
 def result(
     metric: str, value: float, unit: str, goal: float | None = None, *, at_most: bool = False
 ) -> dict[str, Any]:

@@ -35,7 +35,6 @@ import argparse
 import json
 import math
 import statistics
-import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -44,7 +43,7 @@ from typing import Any, get_args
 
 import numpy as np
 import torch
-from _helpers import print_results, result
+from _helpers import commit, print_results, result
 from matplotlib.figure import Figure
 from torch import Tensor
 
@@ -265,16 +264,6 @@ def thinned(losses: Sequence[float]) -> list[float]:
     return [round(float(each), 4) for each in np.reshape(losses[:whole], (-1, size)).mean(axis=1)]
 
 
-def _commit() -> str | None:
-    """What this program is of, if git knows. Asked before a run: it takes longer than an edit."""
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        told = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    except FileNotFoundError:
-        return None
-    return told.stdout.strip() or None
-
-
 def step_tokens_of(options: argparse.Namespace) -> int:
     tokens: int = options.microbatches * options.microbatch_size * SEQUENCE
     return tokens
@@ -291,7 +280,7 @@ def described_by(
 
 def run(path: Path, setting: str, hidden: int, seed: int, options: argparse.Namespace) -> None:
     """Train one run and write its result; `path` exists only when all of it has been done."""
-    described, commit = described_by(setting, hidden, seed, options), _commit()
+    described, made_by = described_by(setting, hidden, seed, options), commit()
     path.with_suffix(".toml").write_text(toml(described) + "\n")
     chain = Chain(parse_config(described, setting), options.device)
     if setting == TABLE:
@@ -308,7 +297,7 @@ def run(path: Path, setting: str, hidden: int, seed: int, options: argparse.Name
     tokens = steps * step_tokens
     per_token = {way: sent / tokens / (STAGES - 1) for way, sent in chain.wire_bytes.items()}
     answer = {
-        "commit": commit,
+        "commit": made_by,
         "setting": setting,
         "hidden": hidden,
         "seed": seed,

@@ -2,8 +2,8 @@
 file: a table or a picture of what has been measured needs no second run.
 
 A figure that was measured again is that of the newest run; the rounds of one run count as their
-median. What a setting keeps of its speed is its rate over the best one on `lan` of what is `ALIKE`:
-of the same run where that measured any (they took turns), else of all.
+median. What a setting keeps of its speed is its rate over the best one on `lan` of what is `ALIKE`
+of the same run, with which it took turns.
 
 A row whose `steps` are 0 is a bound: not one step had ended at the limit, so its rate is at most
 that. It stands for what was measured only where nothing else does, and never for a best.
@@ -82,11 +82,9 @@ def newest(rows: Iterable[Row], fields: Sequence[str]) -> list[Row]:
 def throughput(rows: Iterable[Row]) -> list[Row]:
     """One row of each thing measured, with its `share` of lan; None where there is no `lan`."""
     each_run = medians(rows, MEASURED, "tokens_per_s")
-    found = newest(each_run, MEASURED)
     shared: list[Row] = []
-    for row in found:
-        of_run = (each for each in each_run if each["run"] == row["run"])
-        lan = _best_on_lan(of_run, row) or _best_on_lan(found, row)
+    for row in newest(each_run, MEASURED):
+        lan = _best_on_lan((each for each in each_run if each["run"] == row["run"]), row)
         shared.append({**row, "share": row["tokens_per_s"] / lan if lan else None})
     return shared
 
@@ -119,7 +117,7 @@ def best(rows: Iterable[Row], *fields: str) -> list[Row]:
 
 def over_torch(rows: Sequence[Row], torch: Row) -> float | None:
     """How many times faster than this row of torch the swarm is, at its best over equal lines."""
-    fields = ("profile", "congestion", "keep_window", *ALIKE, "parameters")
+    fields = ("profile", "congestion", "keep_window", *ALIKE, "parameters", "microbatch_size")
     alike = [
         row["tokens_per_s"]
         for row in rows

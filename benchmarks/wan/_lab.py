@@ -90,8 +90,8 @@ class Lab:
         self.close()
 
     def close(self) -> dict[str, Any]:
-        """End it; returns what the hub says of itself. Empty for a bridge, and where the hub had to
-        be killed."""
+        """End it; returns what the hub says of itself. Empty for a bridge, where the hub had to be
+        killed, and where it had died."""
         said: dict[str, Any] = {}
         if self._hub is not None:
             hub, self._hub = self._hub, None

@@ -16,12 +16,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from _lab import Host, Lab
 from _namespaces import DEVICE, LabError, entered, ip
 
+T = TypeVar("T")
 BLOCK = 1 << 16
 WARM_UP_SHARE = 0.4  # of the time of a measurement: slow start is not the line's rate
 START_S, START_EACH_S = 0.5, 0.1  # until all clients that are started at once send
@@ -215,6 +216,25 @@ def given(lab: Lab, seconds: float = SECONDS) -> list[dict[str, Any]]:
     for host in lab.hosts:
         ip("-n", host.namespace, "tcp_metrics", "flush")
     return found
+
+
+def ended(lab: Lab) -> dict[str, Any]:
+    """End a lab that has been measured; what its hub says of itself. LabError where that says
+    nothing: it had died, or was in trouble, and nobody knows since when."""
+    hub = lab.close()
+    if lab.profile.emulated and not hub:
+        raise LabError("the hub has died, or did not end: start the measurement again")
+    return hub
+
+
+def measured_anew(measure: Callable[[], T]) -> T:
+    """What that measures in a lab of its own; in a second one where the first broke, for hours of
+    other measurements would be lost with it."""
+    try:
+        return measure()
+    except (LabError, RuntimeError) as error:
+        print(f"   once more, for a lab broke: {error}", flush=True)
+        return measure()
 
 
 def said(lines: Iterable[Mapping[str, Any]]) -> str:

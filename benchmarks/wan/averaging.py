@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from _helpers import end_politely, print_results, result
 from _lab import FORKED, Lab
-from _measured import given, said, traffic_of
+from _measured import ended, given, measured_anew, said, traffic_of
 from _namespaces import DEVICE, LabError
 from _profiles import PROFILES
 from all_reduce import Members
@@ -31,7 +32,7 @@ from all_reduce import Members
 from swarm.averaging.plan import balanced_shares, learned_rates
 from swarm.net.transport import MAX_CONNECTIONS
 
-GOAL = 0.9
+GOAL, OF_PROFILES, OF_MEMBERS = 0.9, ("fibre", "home"), (4, 8)
 SPLIT = "split"
 FLOAT32_BYTES = 4
 GLOO_PORT = 29_400  # every host of the lab has its ports to itself
@@ -93,7 +94,7 @@ def measure(
             members.close()
         found = {**taken, **busy}
         medians = {name: statistics.median(seconds) for name, seconds in found.items()}
-        return medians, {"lines": lines, "hub": lab.close()}
+        return medians, {"lines": lines, "hub": ended(lab)}
 
 
 def busiest_s(lab: Lab, before: list[int]) -> float:
@@ -126,8 +127,9 @@ def compared(
     name = f"{profile}, {num} members, {mb:g} MB, {congestion}"
     if connections > 1:
         name += f", {connections} connections"
+    goal = GOAL if profile in OF_PROFILES and num in OF_MEMBERS else None
     return [
-        result(f"all-reduce / gloo, {name}", ours / gloo, "x", GOAL, at_most=True),
+        result(f"all-reduce / gloo, {name}", ours / gloo, "x", goal, at_most=True),
         result(f"all-reduce, {name}", ours, "s"),
         result(f"gloo, {name}", gloo, "s"),
         result(f"uplink busy, all-reduce, {name}", busy, "s"),
@@ -165,7 +167,8 @@ def main() -> None:
     parser.add_argument(
         "--split", action="store_true", help="also in parts by what each line was seen to do"
     )
-    parser.add_argument("--rounds", type=int, default=5)
+    # Of an even number each of two sides begins, and finds TCP asleep, as often as the other.
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--keep-window", action="store_true", help="no slow start after a pause")
     options = parser.parse_args()
     if min(options.members) < 2 or min(options.rounds, options.mb) <= 0:
@@ -183,7 +186,7 @@ def main() -> None:
     for profile in options.profiles:
         for num in options.members:
             for congestion in options.congestion:
-                medians, lab = measure(profile, num, congestion, options)
+                medians, lab = measured_anew(partial(measure, profile, num, congestion, options))
                 tcp = congestion + ("+keep" if options.keep_window else "")
                 for connections in options.connections:
                     found = compared(profile, num, tcp, connections, medians, options.mb)

@@ -27,13 +27,14 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import _plots
-from _helpers import Helper, end_politely, print_results, result
+from _helpers import Helper, commit, end_politely, print_results, result
 from _kept import (
     ALIKE,
     GOALS,
@@ -50,7 +51,7 @@ from _kept import (
 )
 from _lab import FORKED, Lab
 from _lab_swarm import lab_swarm
-from _measured import given, said
+from _measured import ended, given, measured_anew, said
 from _namespaces import DEVICE, LabError
 from _paced_swarm import CONNECTIONS
 from _pipeline_config import pipeline_config
@@ -66,7 +67,7 @@ MICROBATCH = 4  # sequences
 FORWARD_S, BACKWARD_S = 0.030 / 4, 0.060 / 4  # a sequence
 REAL_MICROBATCH, REAL_SEQUENCE = 8, 256
 GRACE_S = 60.0  # after the limit
-OVER_TORCH = 5.0
+OVER_TORCH, TORCH_ON = 5.0, "home"
 KEPT = Path("runs/wan/throughput.jsonl")
 CONGESTION = ("cubic", "bbr")
 MASTER_PORT = 29_500  # every host of the lab has its ports to itself
@@ -137,10 +138,14 @@ def config_of(setting: Setting, options: argparse.Namespace) -> RunConfig:
     )
 
 
-def new_lab(profile: str, congestion: str, options: argparse.Namespace) -> Lab:
+def new_lab(profile: str, congestion: str, options: argparse.Namespace, seed: int) -> Lab:
     """A host for the leader and one for each replica, in both kinds of run."""
     return Lab(
-        profile, 1 + STAGES * REPLICAS, congestion=congestion, keep_window=options.keep_window
+        profile,
+        1 + STAGES * REPLICAS,
+        congestion=congestion,
+        keep_window=options.keep_window,
+        seed=seed,
     )
 
 
@@ -164,8 +169,9 @@ async def swarm_rate(lab: Lab, setting: Setting, options: argparse.Namespace) ->
                 return at[-1] - at[0] > options.seconds or len(at) > options.steps
 
             await swarm.until(lambda: at or late(), "a first step", options.limit + GRACE_S)
-            # A first step counts where it is long enough for its start not to matter.
-            if at and at[0] - began <= options.seconds:
+            # A first step counts where it is long enough for its start not to matter; of *delayed*
+            # it has nothing ahead, and has paid for what the second one has.
+            if at and (options.policy == "delayed" or at[0] - began <= options.seconds):
                 await swarm.until(
                     lambda: late() or (len(at) > 1 and enough()), "steps", options.limit + GRACE_S
                 )
@@ -276,23 +282,25 @@ def main() -> None:
             f"--microbatches is a multiple of {REPLICAS}: torch gives each pipeline as many"
         )
     end_politely()
-    run = stamp()
+    run, made_by = stamp(), commit()
     if not options.show:
         alone = "" if options.real else f"stages alone: {ideal(options):.0f} tokens/s; "
         print(f"{alone}{tokens_of(options):,} tokens a step")
         print(HEADER)
-    for _ in range(0 if options.show else options.rounds):
+    for seed in range(0 if options.show else options.rounds):
         for profile in options.profiles:
             for congestion in congestions(profile, options):
                 settings = [(each, n) for each in options.settings for n in options.connections]
                 for name, connections in settings + ([(TORCH, 1)] if options.torch else []):
-                    row = measure(profile, congestion, name, connections, options)
-                    keep(options.kept, {"run": run, **row})
+                    once = partial(measure, profile, congestion, name, connections, options, seed)
+                    row = measured_anew(once)
+                    keep(options.kept, {"run": run, "commit": made_by, **row})
                     print(line_of(row), flush=True)
     rows = throughput(kept(options.kept))
     rows = [row for row in rows if row["profile"] in options.profiles]
     if options.show:
         rows = [row for row in rows if row["setting"] in (*options.settings, TORCH)]
+        print(f"measured on {', '.join(sorted({str(row.get('commit')) for row in rows}))}")
     else:
         rows = [row for row in rows if row["run"] == run]
     print("\n".join([f"\n{HEADER}", *map(line_of, rows)]))
@@ -311,10 +319,16 @@ def congestions(profile: str, options: argparse.Namespace) -> Sequence[str]:
 
 
 def measure(
-    profile: str, congestion: str, setting: str, connections: int, options: argparse.Namespace
+    profile: str,
+    congestion: str,
+    setting: str,
+    connections: int,
+    options: argparse.Namespace,
+    seed: int,
 ) -> Row:
+    """In a lab whose losses are drawn by `seed`."""
     os.environ[CONNECTIONS] = str(connections)
-    with new_lab(profile, congestion, options) as lab:
+    with new_lab(profile, congestion, options, seed) as lab:
         lines = given(lab)
         if setting == TORCH:
             found = torch_rate(lab, options)
@@ -333,7 +347,7 @@ def measure(
             "connections": connections,
             "microbatch_size": REAL_MICROBATCH if options.real else options.microbatch_size,
             **found,
-            "lab": {"lines": lines, "hub": lab.close()},
+            "lab": {"lines": lines, "hub": ended(lab)},
         }
 
 
@@ -373,7 +387,10 @@ def line_of(row: Row) -> str:
 
 
 def entries(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """For the last line: rates, shares of the best one on `lan`, and how far ahead of torch."""
+    """For the last line: rates, shares of the best one on `lan`, and how far ahead of torch. What
+    is asked is asked of the best on each profile."""
+    shared = [row for row in rows if row["share"] is not None and row["setting"] != TORCH]
+    best_ones = best(shared, "profile", "model")
     found = []
     for row in rows:
         where = f"{row['profile']}, {row['congestion']}{', keep' if row['keep_window'] else ''}"
@@ -390,9 +407,11 @@ def entries(rows: Sequence[Row]) -> list[dict[str, Any]]:
             factor = over_torch(rows, row)
             if factor is not None:
                 name = f"{where}: best / torch{'' if row['steps'] else ', at least'}"
-                measured.append(result(name, factor, "x", OVER_TORCH))
+                goal = OVER_TORCH if row["profile"] == TORCH_ON else None
+                measured.append(result(name, factor, "x", goal))
         elif row["share"] is not None:
-            goal = GOALS.get(row["profile"]) if row["steps"] else None
+            asked = row["steps"] and row["model"] == "paced" and row in best_ones
+            goal = GOALS.get(row["profile"]) if asked else None
             measured.append(result(f"{metric}: share", row["share"], "of lan", goal))
         found += [{**each, "steps": row["steps"], "lab": row["lab"]} for each in measured]
     return found

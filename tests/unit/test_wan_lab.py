@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -139,3 +141,30 @@ def test_a_hub_that_does_not_end_is_killed(
     hub = lab._hub = subprocess.Popen([sys.executable, "-c", code], text=True, **pipes)
     assert lab.close() == ends
     assert hub.returncode == status
+
+
+@pytest.mark.parametrize(
+    ("emulated", "hub", "broken"),
+    [(True, {"lost": 0}, False), (True, {}, True), (False, {}, False)],
+    ids=["ended", "died", "bridge"],
+)
+def test_a_lab_whose_hub_has_died_gives_no_figure(
+    emulated: bool, hub: dict[str, Any], broken: bool
+) -> None:
+    lab: Any = SimpleNamespace(profile=SimpleNamespace(emulated=emulated), close=lambda: hub)
+    with pytest.raises(LabError, match="hub has died") if broken else nullcontext():
+        assert _measured.ended(lab) == hub
+
+
+def test_a_lab_that_breaks_costs_one_measurement_once_more() -> None:
+    for failures in (0, 1, 2):
+        tries = [LabError("no"), RuntimeError("a rank ended")][:failures]
+
+        def measure(tries: list[Exception] = tries) -> str:
+            if tries:
+                raise tries.pop(0)
+            return "a figure"
+
+        with pytest.raises(RuntimeError, match="a rank") if failures > 1 else nullcontext():
+            assert _measured.measured_anew(measure) == "a figure"
+        assert not tries
