@@ -23,7 +23,10 @@ Settings: `exact`; or any of these, joined by `+` in this order, as `subspace-8+
 `int8`, `int4`, …, or FORWARD/BACKWARD as `int4/int8`; with `~` at the end rounded stochastically),
 of a subspace's coefficients where there is one; `delayed`, or `delayed-N` where only N of a step's
 microbatches (`--microbatches`) are computed ahead of the commit before, from a tenth of the steps
-on. And `exact-table`, a plain model whose embedding begins as many times larger as the frozen table
+on; `averaged-CODEC`, where each stage has two replicas that take the microbatches in turn and
+average their gradients with the program's all-reduce (`wire.gradients`; in a swarm the router
+decides which replica counts what, so with a codec that rounds it ends with other bits).
+And `exact-table`, a plain model whose embedding begins as many times larger as the frozen table
 of a subspace is, to see what that alone is worth (no run.toml says that, so no swarm trains it).
 Each setting has the peak learning rate that suits it and the width: `--lr`; all with a subspace and
 `exact-table` `--subspace-lr`.
@@ -32,6 +35,7 @@ Each setting has the peak learning rate that suits it and the width: `--lr`; all
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import math
 import statistics
@@ -49,6 +53,7 @@ from torch import Tensor
 
 from peer.cli.checks import check_device_name
 from peer.launch import be_exact, choose_device, plan_of
+from swarm.averaging.all_reduce import GroupAllReduce
 from swarm.config import RunConfig, parse_config
 from swarm.config_fields import Codec
 from swarm.config_text import DEMO_MODEL
@@ -57,7 +62,9 @@ from swarm.delayed_state import State, new_state
 from swarm.errors import ConfigError, SwarmError
 from swarm.model import build_pipeline, model_sha256
 from swarm.model.subspace import FROZEN_SCALE
+from swarm.net.memory import MemoryNetwork
 from swarm.optim import clip_scale
+from swarm.sim import virtual_time
 from swarm.stage_state import Graph, StageState, rounded
 from swarm.wire.boundaries import BACKWARD, FORWARD, BoundaryCodecs
 from swarm.wire.codecs import WireTensor, decode
@@ -76,6 +83,7 @@ SUBSPACE_LR = {128: 2e-3, 256: 2e-3, 384: 1e-3, 1024: 3e-4}
 TOP_LOSS = 2.4  # of the plot
 DELAYED = ("delayed-1", "delayed-2", "delayed")
 TABLE, EMBEDDING = "exact-table", "model.embed_tokens.weight"
+AVERAGED, REPLICAS = "averaged-", ("replica0", "replica1")
 CODECS = ("bfloat16", "int8", "int4", "int8~", "int4~", "int4/int8")
 
 
@@ -97,6 +105,8 @@ def sections(
         k = parts.pop(0).removeprefix("subspace-")
         model["subspace"] = _number(setting, "subspace-K", k, hidden - 1)
         model["subspace_layers"] = DEMO_MODEL["num_hidden_layers"] // STAGES * (STAGES - 1)
+    if parts and parts[-1].startswith(AVERAGED):
+        wire["gradients"] = parts.pop().removeprefix(AVERAGED)
     if parts and parts[-1].partition("-")[0] == "delayed":
         _, only, n = parts.pop().partition("-")
         ahead = _number(setting, "delayed-N", n, microbatches) if only else microbatches
@@ -105,11 +115,12 @@ def sections(
     if parts:
         codecs = "+".join(parts)  # one may be `int8+zstd`
         forward, _, backward = codecs.removesuffix("~").partition("/")
-        wire = {"forward": forward, "backward": backward or forward}
-        if not {*wire.values()} <= {*get_args(Codec)}:
+        wire |= {"forward": forward, "backward": backward or forward}
+        if not {forward, wire["backward"]} <= {*get_args(Codec)}:
             raise ValueError(
                 f"there is no setting {setting!r}: use exact, {TABLE}, or some of subspace-K, a "
-                "codec or two as int4/int8, and delayed-N, joined by + in this order"
+                f"codec or two as int4/int8, delayed-N, and {AVERAGED}CODEC, joined by + in this "
+                "order"
             )
         wire["rounding"] = "stochastic" if codecs.endswith("~") else "nearest"
     sizes = {"hidden_size": hidden, "intermediate_size": hidden * 5 // 2}
@@ -146,22 +157,27 @@ def toml(tables: Mapping[str, Mapping[str, Any]], prefix: str = "") -> str:
 
 
 class Chain:
-    """All stages of a run in one process and on one device, with the wire between them."""
+    """All stages of a run in one process and on one device, with the wire between them; each of
+    `num_replicas` times, if its gradients are to be averaged."""
 
-    def __init__(self, config: RunConfig, device: str = "cpu") -> None:
+    def __init__(self, config: RunConfig, device: str = "cpu", num_replicas: int = 1) -> None:
         self.config, self.plan, self.device = config, plan_of(config), device
         self.pipeline, self.data = build_pipeline(config), build_dataset(config)
         self.codecs = BoundaryCodecs.of(config)
-        self.states = [
-            new_state(
-                partial(self.pipeline.build_stage, stage, device),
-                config.optimizer,
-                ahead=self.plan.ahead,
-                accumulate=config.update.accumulate,
-                device=device,
-            )
-            for stage in range(self.pipeline.num_stages)
+        self.replicas = [
+            [
+                new_state(
+                    partial(self.pipeline.build_stage, stage, device),
+                    config.optimizer,
+                    ahead=self.plan.ahead,
+                    accumulate=config.update.accumulate,
+                    device=device,
+                )
+                for stage in range(self.pipeline.num_stages)
+            ]
+            for _ in range(num_replicas)
         ]
+        self.states = self.replicas[0]  # all of a stage are equal between steps
         self.wire_bytes = {FORWARD: 0, BACKWARD: 0}
 
     def step(self, step: int) -> float:
@@ -170,28 +186,44 @@ class Chain:
         batches = [self.data.batch(step, index) for index in range(plan.num_microbatches)]
         divisor = float(sum(self.pipeline.weight(batch) for batch in batches))
         for index, batch in enumerate(batches):
-            losses.append(self._microbatch(step, index, self._tensors(batch), divisor))
-        gradients = [rounded(state.accumulator) for state in self.states]
+            states = self.replicas[index % len(self.replicas)]
+            losses.append(self._microbatch(step, index, states, self._tensors(batch), divisor))
+        gradients = [self._gradients(*replicas) for replicas in zip(*self.replicas, strict=True)]
         norms = [
             norm
-            for state, gradient in zip(self.states, gradients, strict=True)
+            for state, (gradient, *_) in zip(self.states, gradients, strict=True)
             for norm in state.layout.squared_norms(gradient)
         ]
         if not all(map(math.isfinite, norms)):
             raise SystemExit(f"step {step}: a gradient is not finite")
         norm = math.sqrt(math.fsum(norms))
         scale = clip_scale(norm, plan.clip_norm)
-        for state, gradient in zip(self.states, gradients, strict=True):
-            state.apply(gradient, lr=plan.lr(step), scale=scale)
+        for replicas, averaged in zip(zip(*self.replicas, strict=True), gradients, strict=True):
+            for state, gradient in zip(replicas, averaged, strict=True):
+                state.apply(gradient, lr=plan.lr(step), scale=scale)
         return math.fsum(losses)
 
+    def _gradients(self, *replicas: State) -> list[Tensor]:
+        """The gradient of a step of one stage, as each of its replicas has it."""
+        counted = [state.accumulator for state in replicas]
+        if len(counted) == 1:
+            return [rounded(counted[0])]
+        codec = self.config.wire.gradients
+        averaged = virtual_time.run(all_reduced([each.cpu() for each in counted], codec))
+        return [each.to(self.device) for each in averaged]
+
     def _microbatch(
-        self, step: int, index: int, batch: Mapping[str, Tensor], divisor: float
+        self,
+        step: int,
+        index: int,
+        states: Sequence[State],
+        batch: Mapping[str, Tensor],
+        divisor: float,
     ) -> float:
         graphs: list[Graph] = []
         between: Sequence[Tensor] = ()
-        last = len(self.states) - 1
-        for stage, state in enumerate(self.states):
+        last = len(states) - 1
+        for stage, state in enumerate(states):
             version = self._version(state, step, index)
             divided_by = divisor if stage == last else None
             graph = version.forward(step, index, between, batch, divided_by)
@@ -201,7 +233,7 @@ class Chain:
                 between = self._arrive(sent, FORWARD)
         gradients: Sequence[Tensor] | None = None
         for stage in range(last, -1, -1):
-            state = self.states[stage]
+            state = states[stage]
             version = self._version(state, step, index)
             answers = version.backward(graphs[stage], gradients, into=state.live[0])
             if stage:
@@ -252,6 +284,30 @@ class Chain:
         return model_sha256(hashes, self.pipeline.key_order)
 
 
+async def all_reduced(terms: Sequence[Tensor], codec: str) -> list[Tensor]:
+    """The sum of `terms` as each of the two members of a group has it after a round in memory,
+    whose delays are skipped."""
+    network = MemoryNetwork()
+    reducers = [GroupAllReduce(network.transport(name), name) for name in REPLICAS]
+    sums = [torch.empty(len(term)) for term in terms]
+    try:
+        for each in reducers:
+            each.serve()
+        async with asyncio.TaskGroup() as group:
+            for reducer, term, out in zip(reducers, terms, sums, strict=True):
+                group.create_task(reducer.all_reduce("1", REPLICAS, term, out, codec=codec))
+    finally:
+        for reducer in reducers:
+            await reducer.aclose()
+            await reducer.transport.close()
+    return sums
+
+
+def replicas_of(setting: str) -> int:
+    """How many of each stage that setting is trained with."""
+    return len(REPLICAS) if AVERAGED in setting else 1
+
+
 def part_of(steps: int) -> int:
     """How many steps one kept loss is the mean of."""
     return max(1, steps // KEPT_LOSSES)
@@ -282,7 +338,7 @@ def run(path: Path, setting: str, hidden: int, seed: int, options: argparse.Name
     """Train one run and write its result; `path` exists only when all of it has been done."""
     described, made_by = described_by(setting, hidden, seed, options), commit()
     path.with_suffix(".toml").write_text(toml(described) + "\n")
-    chain = Chain(parse_config(described, setting), options.device)
+    chain = Chain(parse_config(described, setting), options.device, replicas_of(setting))
     if setting == TABLE:
         chain.enlarge_embedding()
     step_tokens, steps = step_tokens_of(options), chain.plan.num_steps

@@ -18,7 +18,7 @@ from tests.protocol import simulated
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # scripts, not a package
 
-from convergence import Chain, sections
+from convergence import Chain, replicas_of, sections
 
 STEPS, MICROBATCHES = 3, 4
 TINY = {"num_hidden_layers": 3, "max_position_embeddings": 16, "intermediate_size": 48}
@@ -37,7 +37,7 @@ def chain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         if "subspace" in tables["model"]:
             tables["model"]["subspace_layers"] = 2  # as many as its first two stages have
         tables["data"] = {"source": "text", "path": str(tmp_path / "corpus.txt"), "sequence": 16}
-        chains.append(Chain(parse_config(tables, setting)))
+        chains.append(Chain(parse_config(tables, setting), num_replicas=replicas_of(setting)))
         return chains[-1]
 
     yield build
@@ -61,7 +61,9 @@ def swarm_of(config: RunConfig, data: Any, monkeypatch: pytest.MonkeyPatch) -> s
     return swarm
 
 
-@pytest.mark.parametrize("setting", ["exact", "delayed-1", "delayed", "subspace-8"])
+@pytest.mark.parametrize(
+    "setting", ["exact", "delayed-1", "delayed", "subspace-8", "delayed-1+averaged-float32"]
+)
 def test_what_loses_nothing_on_the_wire_is_the_one_process_run(chain: Any, setting: str) -> None:
     """Every loss, that of validation, and all bits: what it is compared with is not its own."""
     one = chain(setting)
@@ -83,3 +85,14 @@ def test_what_is_rounded_is_what_a_swarm_trains(
     swarm = swarm_of(one.config, one.data, monkeypatch)
     assert swarm.run(STEPS)["sha256"] == one.sha256()
     assert [result.loss for result in swarm.results] == losses
+
+
+def test_replicas_that_average_rounded_gradients_stay_equal(chain: Any) -> None:
+    """And what rounding costs is in the losses, from the second step on."""
+    exact, averaged = chain("exact"), chain("averaged-int8")
+    assert averaged.step(0) == exact.step(0)
+    losses = [(averaged.step(step), exact.step(step)) for step in range(1, STEPS)]
+    assert all(rounded != pytest.approx(kept, rel=1e-9) for rounded, kept in losses)
+    assert all(rounded == pytest.approx(kept, rel=1e-2) for rounded, kept in losses)
+    first, second = averaged.replicas
+    assert [a.fingerprint() for a in first] == [b.fingerprint() for b in second]

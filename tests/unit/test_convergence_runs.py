@@ -14,7 +14,7 @@ from swarm.config import parse_config
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))  # scripts, not a package
 
 import convergence
-from convergence import CODECS, DELAYED, SUBSPACES, TABLE, main, plot, sections
+from convergence import CODECS, DELAYED, SUBSPACES, TABLE, main, plot, replicas_of, sections
 
 CODEC_NAMES = ("float32", "float32")
 
@@ -46,6 +46,14 @@ def test_a_setting_is_made_of_parts(
     assert config.ahead.of(99) == 0
 
 
+def test_two_replicas_average_where_the_setting_says_so() -> None:
+    config = parse_config(described("subspace-8+int4+delayed-2+averaged-int8"), "averaged")
+    assert (config.wire.gradients, config.wire.forward) == ("int8", "int4")
+    assert config.ahead.of(999) == 2
+    assert replicas_of("subspace-8+averaged-int8") == 2
+    assert replicas_of("subspace-8") == 1
+
+
 @pytest.mark.parametrize("setting", ["exact", TABLE, *CODECS, *SUBSPACES, *DELAYED])
 def test_every_setting_of_all_is_one(setting: str) -> None:
     parse_config(described(setting), setting)
@@ -57,6 +65,7 @@ def test_every_setting_of_all_is_one(setting: str) -> None:
         ("foo", "joined by + in this order"),
         ("", "joined by + in this order"),
         ("delayed-1+int4", "joined by + in this order"),
+        ("averaged-int8+delayed-1", "joined by + in this order"),
         ("exact+delayed-1", "joined by + in this order"),
         ("subspace-8+", "joined by + in this order"),
         ("delayed-9", "in delayed-N use a number from 1 to 4"),
