@@ -71,6 +71,23 @@ def shares(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=DPI)
 
 
+def all_reduce(curve: Sequence[tuple[str, str, int, float]], goal: float, path: Path) -> None:
+    """Time over gloo's by the number of connections of each member: a panel per group, a curve per
+    way to control congestion. `curve` is of (group, congestion, connections, ratio)."""
+    groups = list(dict.fromkeys(group for group, *_ in curve))
+    figure = Figure(figsize=(1 + 3.2 * len(groups), 3.6), layout="constrained")
+    for group, axes in zip(groups, figure.subplots(1, len(groups), squeeze=False)[0], strict=True):
+        here = [point for of, *point in curve if of == group]
+        for congestion in dict.fromkeys(name for name, *_ in here):
+            points = sorted((number, ratio) for name, number, ratio in here if name == congestion)
+            axes.plot(*zip(*points, strict=True), marker="o", label=congestion)
+        axes.axhline(goal, color="0.5", linestyle=":", label=f"goal {goal:.2f}")
+        axes.set(title=group, xlabel="connections of each member", ylabel="time, of gloo's")
+        axes.set_ylim(0, 1.15 * max(goal, *(ratio for _, _, ratio in here)))
+        axes.legend(fontsize="small", loc="lower right")
+    figure.savefig(path, dpi=DPI)
+
+
 def _reading_order(panel: tuple[Any, ...]) -> tuple[Any, ...]:
     policy, ahead, microbatches, model, parameters = panel
     return policy != "exact", model, microbatches, ahead, parameters

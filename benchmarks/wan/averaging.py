@@ -26,6 +26,7 @@ from _helpers import end_politely, print_results, result
 from _lab import FORKED, Lab
 from _measured import ended, given, measured_anew, said, traffic_of
 from _namespaces import DEVICE, LabError
+from _plots import all_reduce as plot
 from _profiles import PROFILES
 from all_reduce import Members
 
@@ -170,6 +171,7 @@ def main() -> None:
     # Of an even number each of two sides begins, and finds TCP asleep, as often as the other.
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--keep-window", action="store_true", help="no slow start after a pause")
+    parser.add_argument("--plot", type=Path, help="also draw the curve over connections, as PNG")
     options = parser.parse_args()
     if min(options.members) < 2 or min(options.rounds, options.mb) <= 0:
         parser.error("--members is 2 or more, --rounds and --mb are above 0")
@@ -178,7 +180,7 @@ def main() -> None:
     if options.split and 1 not in options.connections:
         parser.error("--split is compared with one connection: leave --connections out")
     end_politely()
-    results = []
+    results, curve = [], []
     print(
         "profile   TCP        members connections   ours s (busy)   gloo s (busy)   ours/gloo"
         "   payload alone s"
@@ -191,10 +193,13 @@ def main() -> None:
                 for connections in options.connections:
                     found = compared(profile, num, tcp, connections, medians, options.mb)
                     results += [{**each, "lab": lab} for each in found]
+                    curve.append((f"{profile}, {num} members", tcp, connections, found[0]["value"]))
                 if options.split:
                     found = split_compared(profile, num, tcp, medians, options.mb)
                     results += [{**each, "lab": lab} for each in found]
                 print(f"   {said(lab['lines'])}; hub {lab['hub']}", flush=True)
+    if options.plot:
+        plot(curve, GOAL, options.plot)
     print_results("wan_all_reduce", results)
 
 

@@ -69,7 +69,9 @@ COMMANDS = {
     "averaging": Command(18, "averaging.py"),
     "pairs": Command(3, "averaging.py --members 2 --mb 1 --rounds 9 --keep-window"),
     "connections": Command(
-        10, f"averaging.py --members 4 --profiles fibre home --mb 8 --rounds 3 {CONNECTIONS}"
+        10,
+        f"averaging.py --members 4 --profiles fibre home --mb 8 --rounds 3 {CONNECTIONS}"
+        " --plot benchmarks/out/wan_connections.png",
     ),
     "connections_on_poor": Command(
         8, "averaging.py --members 4 --profiles poor --mb 2 --rounds 3 --connections 1 2 4 8"

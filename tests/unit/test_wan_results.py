@@ -316,3 +316,14 @@ def test_documents_name_parts_that_there_are() -> None:
     for path in (root / "README.md", *root.glob("docs/**/*.md")):
         for names in re.findall(r"everything\.py((?:\s+[a-z][a-z0-9_]*)+)`", path.read_text()):
             assert set(names.split()) <= set(everything.COMMANDS), (path.name, names)
+
+
+def test_the_curve_of_the_all_reduce_has_a_panel_per_group(tmp_path: Path) -> None:
+    curve = [
+        (f"{profile}, 4 members", congestion, number, 1.2)
+        for profile in ("fibre", "home")
+        for congestion in ("cubic", "bbr")
+        for number in (1, 16)
+    ]
+    _plots.all_reduce(curve, 0.9, tmp_path / "curve.png")
+    assert (tmp_path / "curve.png").read_bytes().startswith(PNG)
