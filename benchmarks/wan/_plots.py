@@ -77,7 +77,7 @@ def all_reduce(curve: Sequence[tuple[str, str, int, float]], goal: float, path: 
     groups = list(dict.fromkeys(group for group, *_ in curve))
     figure = Figure(figsize=(1 + 3.2 * len(groups), 3.6), layout="constrained")
     for group, axes in zip(groups, figure.subplots(1, len(groups), squeeze=False)[0], strict=True):
-        here = [point for of, *point in curve if of == group]
+        here = [(name, number, ratio) for of, name, number, ratio in curve if of == group]
         for congestion in dict.fromkeys(name for name, *_ in here):
             points = sorted((number, ratio) for name, number, ratio in here if name == congestion)
             axes.plot(*zip(*points, strict=True), marker="o", label=congestion)

@@ -10,12 +10,15 @@ import json
 import math
 import re
 import shlex
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
+from peer.cli import INTERRUPTED
 from swarm.config import load_config
 from tests.process.forks import Command, Forks
 
@@ -98,6 +101,37 @@ def run_dir(said: dict[str, Command]) -> str:
     if "up" not in said:
         return "runs/NAME-ID"
     return re.search(r"swarm export (\S+) OUT", said["up"].out)[1]  # type: ignore[index]
+
+
+def test_see_it(forks: Forks, run: Callable[..., Command], tmp_path: Path) -> None:
+    """The page of who leads a run, an onlooker's, and the file of what was recorded."""
+    run(["swarm", "init", "run.toml"])
+    (block,) = blocks_with("swarm dashboard")
+    (_, *up), (_, *look_on), recorded = commands(block)
+    leader = forks.swarm(*up)
+    look_on = [leader.link if word == "LINK" else word for word in look_on]
+    name = load_config(tmp_path / "run.toml").run.name
+    for command in (forks.swarm(*look_on, "--port", "0"), leader):
+        command.says("dashboard: http://")
+        url = address(command)
+        forks.until(lambda url=url: name in page(url), f"{name!r} on {command}")
+        command.signal(signal.SIGINT)
+        assert command.code() == INTERRUPTED, command
+    (run_dir,) = (tmp_path / "runs").iterdir()
+    said = run([word.replace("runs/NAME-ID", str(run_dir)) for word in recorded])
+    assert said.out == f"wrote {run_dir / 'report.html'}\n"
+    assert (run_dir / "report.html").is_file()
+
+
+def address(command: Command) -> str:
+    (url,) = re.findall(r"^dashboard: (http://\S+)", command.out, re.M)
+    return str(url)
+
+
+def page(url: str) -> str:
+    with urlopen(url) as answer:
+        text: str = answer.read().decode()
+        return text
 
 
 def test_from_several_machines(forks: Forks, run: Callable[..., Command], tmp_path: Path) -> None:
