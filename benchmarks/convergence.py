@@ -1,4 +1,4 @@
-"""Convergence: what codecs between stages, the subspace and *delayed* cost in loss, in paired runs.
+"""Convergence: what codecs, the subspace and *delayed* cost in loss, in paired runs.
 
 One process trains the stages of a run one after another, and sends what crosses their boundaries
 through the very code that a replica uses (`BoundaryCodecs`, `decode`, `StageState`). So a run here
@@ -379,7 +379,7 @@ def show(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     grouped: dict[tuple[int, str], list[Mapping[str, Any]]] = {}
     for each in runs:
         grouped.setdefault((each["hidden"], each["setting"]), []).append(each)
-    print(f"{'hidden':>6} {'setting':26} {'runs':>4} {'validation':>10} {'gap':>8} {'worst':>8}"
+    print(f"{'hidden':>6} {'setting':40} {'runs':>4} {'validation':>10} {'gap':>8} {'worst':>8}"
           f" {'B/token fwd':>12} {'back':>7}")  # fmt: skip
     results = []
     for (hidden, setting), members in sorted(grouped.items()):
@@ -391,7 +391,7 @@ def show(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         loss = statistics.fmean(r["validation"] for r in members)
         mean, worst = (statistics.fmean(gaps), max(gaps)) if gaps else (math.nan, math.nan)
         sent = members[0]["wire_bytes_per_token"]
-        print(f"{hidden:6} {setting:26} {len(members):4} {loss:10.4f} {mean:8.2%} {worst:8.2%}"
+        print(f"{hidden:6} {setting:40} {len(members):4} {loss:10.4f} {mean:8.2%} {worst:8.2%}"
               f" {sent[FORWARD]:12.1f} {sent[BACKWARD]:7.1f}")  # fmt: skip
         results.append(result(f"validation loss, hidden {hidden}, {setting}", loss, "nats"))
         if setting != "exact" and gaps:
@@ -495,7 +495,9 @@ def main() -> None:
     parser.add_argument("directory", type=Path, nargs="?", default=Path("runs/convergence"))
     parser.add_argument("--settings", default=",".join(SHORT), help="comma-separated")
     parser.add_argument("--hidden", type=integers, default=[HIDDEN[0]], help="comma-separated")
-    parser.add_argument("--all", action="store_true", help="every setting and hidden size: hours")
+    parser.add_argument(
+        "--all", action="store_true", help="all subspaces and sizes, each codec and delay: hours"
+    )
     parser.add_argument("--seeds", type=integers, default=[0], help="comma-separated")
     parser.add_argument("--tokens", type=int, default=2_000_000, help="trained per run")
     parser.add_argument("--validation-tokens", type=int, default=VALIDATION_TOKENS)

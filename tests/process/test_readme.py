@@ -20,7 +20,7 @@ import pytest
 
 from peer.cli import INTERRUPTED
 from swarm.config import load_config
-from tests.process.forks import Command, Forks
+from tests.process.forks import LIMIT_S, Command, Forks
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -129,7 +129,7 @@ def address(command: Command) -> str:
 
 
 def page(url: str) -> str:
-    with urlopen(url) as answer:
+    with urlopen(url, timeout=LIMIT_S) as answer:
         text: str = answer.read().decode()
         return text
 

@@ -181,8 +181,10 @@ def test_goals_are_of_the_best_on_a_profile_and_of_torch_at_home() -> None:
     }  # fmt: skip
 
 
-def test_a_bound_is_drawn_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = []
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Those that are drawn."""
+    figures: list[Any] = []
 
     class Kept(_plots.Figure):
         def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -190,6 +192,10 @@ def test_a_bound_is_drawn_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             figures.append(self)
 
     monkeypatch.setattr(_plots, "Figure", Kept)
+    return figures
+
+
+def test_a_bound_is_drawn_as_one(tmp_path: Path, figures: list[Any]) -> None:
     rows = [row("poor", 2.0, steps=0), row("lan", 10.0), row("home", 9.0)]
     _plots.shares(throughput(rows), tmp_path / "shares.png")
     (figure,) = figures
@@ -318,7 +324,9 @@ def test_documents_name_parts_that_there_are() -> None:
             assert set(names.split()) <= set(everything.COMMANDS), (path.name, names)
 
 
-def test_the_curve_of_the_all_reduce_has_a_panel_per_group(tmp_path: Path) -> None:
+def test_the_curve_of_the_all_reduce_has_a_panel_per_group(
+    tmp_path: Path, figures: list[Any]
+) -> None:
     curve = [
         (f"{profile}, 4 members", congestion, number, 1.2)
         for profile in ("fibre", "home")
@@ -327,3 +335,8 @@ def test_the_curve_of_the_all_reduce_has_a_panel_per_group(tmp_path: Path) -> No
     ]
     _plots.all_reduce(curve, 0.9, tmp_path / "curve.png")
     assert (tmp_path / "curve.png").read_bytes().startswith(PNG)
+    (figure,) = figures
+    assert [axes.get_title() for axes in figure.axes] == ["fibre, 4 members", "home, 4 members"]
+    for axes in figure.axes:
+        assert [line.get_label() for line in axes.lines] == ["cubic", "bbr", "goal 0.90"]
+        assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "16"]
