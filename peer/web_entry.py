@@ -33,7 +33,12 @@ def run_dashboard(
         port=port,
         show_join=not hide_join,
     )
-    until_interrupted(dashboard.run(lambda url: print(f"dashboard: {url}", flush=True)))
+    until_interrupted(
+        dashboard.run(
+            lambda url: print(f"dashboard: {url}", flush=True),
+            lambda line: print(line, flush=True),
+        )
+    )
 
 
 def write_run_report(run_dir: Path, out: Path | None) -> Path:

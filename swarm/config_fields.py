@@ -9,10 +9,12 @@ second argument, if it has one, is the remedy. Types are strict: `"3"` is no num
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -31,12 +33,33 @@ Codec = Literal[
     "float32", "float16", "bfloat16", "int8", "int4",
     "float32+zstd", "float16+zstd", "bfloat16+zstd", "int8+zstd", "int4+zstd",
 ]  # fmt: skip
-Sha256 = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
-PeerId = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+
+
+def _like(pattern: str, wanted: str, remedy: str = "") -> AfterValidator:
+    """Text that is all of `pattern`; whoever writes another is told in words what is wanted."""
+    matches = re.compile(pattern).fullmatch
+
+    def check(text: str) -> str:
+        if not matches(text):
+            raise ValueError(f"should be {wanted}, not {text[:60]!r}", remedy)
+        return text
+
+    return AfterValidator(check)
+
+
+Sha256 = Annotated[str, _like("[0-9a-f]{64}", "64 hexadecimal digits")]
+PeerId = Annotated[
+    str, _like("[A-Za-z0-9_.-]{1,128}", "a peer id", "copy it from what swarm status shows")
+]
 LocalPath = Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
 ObjectName = Annotated[
     str,
-    StringConstraints(max_length=255, pattern=r"^[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*$"),
+    StringConstraints(max_length=255),
+    _like(
+        "[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*",
+        "of the form package.module:object",
+        'write for example pipeline = "swarm_digits:pipeline"',
+    ),
 ]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 CountOrZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -236,12 +259,14 @@ class BatchSection(Section):
 class OptimizerSection(Section):
     """One optimizer step per commit, equal on every replica of a stage."""
 
-    name: Annotated[str, StringConstraints(max_length=64, pattern=r"^[A-Za-z][A-Za-z0-9]*$")] = (
-        Field(
-            default="adamw",
-            description="adamw and sgd are built in and give the same bits on every machine; any "
-            "other class of torch.optim runs only among machines that round alike.",
-        )
+    name: Annotated[
+        str,
+        StringConstraints(max_length=64),
+        _like("[A-Za-z][A-Za-z0-9]*", "the name of a class", 'write for example name = "adamw"'),
+    ] = Field(
+        default="adamw",
+        description="adamw and sgd are built in and give the same bits on every machine; any "
+        "other class of torch.optim runs only among machines that round alike.",
     )
     lr: float = Field(default=1e-3, gt=0, description="Peak learning rate.")
     betas: Annotated[

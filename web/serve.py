@@ -66,9 +66,14 @@ class Dashboard:
         self._line = f"swarm-peer --join {link}" if show_join else ""
         self._limits = limits or Limits()
 
-    async def run(self, on_url: Callable[[str], None] = lambda url: None) -> None:
-        """Until cancelled. Raises ListenError, StorageError, or JoinError for what time cannot
-        mend (another run or version)."""
+    async def run(
+        self,
+        on_url: Callable[[str], None] = lambda url: None,
+        on_trouble: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Until cancelled; `on_trouble` is told once why the swarm is not there. Raises
+        ListenError, StorageError, or JoinError for what time cannot mend (another run or
+        version)."""
         with contextlib.ExitStack() as stack:
             listening = stack.enter_context(listen(self.host, self.port))
             identity = claim_identity(self.data_dir)
@@ -82,9 +87,15 @@ class Dashboard:
             async with asyncio.TaskGroup() as group:
                 group.create_task(keep_publishing(board, broadcast))
                 group.create_task(serve_app(app, listening, broadcast.close))
-                group.create_task(self._watch(identity, board, broadcast))
+                group.create_task(self._watch(identity, board, broadcast, on_trouble))
 
-    async def _watch(self, identity: Identity, board: Board, broadcast: Broadcast) -> None:
+    async def _watch(
+        self,
+        identity: Identity,
+        board: Board,
+        broadcast: Broadcast,
+        on_trouble: Callable[[str], None],
+    ) -> None:
         """Be in the swarm, and come back to it."""
         pause = FIRST_PAUSE_S
         while True:
@@ -93,12 +104,12 @@ class Dashboard:
                 pause = FIRST_PAUSE_S
             except VersionError:
                 raise
-            except JoinError as error:
-                if "serves run" in error.message:
-                    raise
-                log.info("%s; trying again", error.message)
             except SwarmError as error:
+                if isinstance(error, JoinError) and "serves run" in error.message:
+                    raise
                 log.info("%s; trying again", error)
+                if pause == FIRST_PAUSE_S:
+                    on_trouble(f"nothing to show yet: {error.message}; trying again")
             await asyncio.sleep(pause)
             pause = min(pause * 2, LONGEST_PAUSE_S)
 

@@ -137,9 +137,14 @@ def load_pipeline(name: str) -> Pipeline:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing and not f"{module_name}.".startswith(f"{missing}."):
+            remedy = f"install {missing} on this machine, or mend what imports it (--debug)"
+        else:
+            package = module_name.partition(".")[0]
+            remedy = f"install the package that has it here, e.g. pip install ./{package}"
         raise ConfigError(
-            f"[model] pipeline: cannot import {module_name} ({error})",
-            f"install the package that has it on this machine, e.g. pip install ./{module_name}",
+            f"[model] pipeline: cannot import {module_name} ({error})", remedy
         ) from error
     except SwarmError:
         raise

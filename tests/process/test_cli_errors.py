@@ -26,6 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from peer import lan, run_peer
+from peer.cli import INTERRUPTED
 from peer.cli.errors import READER_GONE, fail_in_one_line
 from peer.cli.peer_program import peer_app
 from peer.cli.swarm_program import app
@@ -575,6 +576,15 @@ def test_a_dead_address_is_tried_again(forks: Forks) -> None:
     peer.signal(signal.SIGINT)
     assert peer.code() == 0, peer
     assert peer.out.endswith("left\n")
+
+
+def test_a_dashboard_says_that_it_has_nothing_to_show(forks: Forks) -> None:
+    """Its page says so too; it is not given up, for a leader may come back."""
+    dashboard = forks.swarm("dashboard", "--join", DEAD, "--port", "0")
+    dashboard.says("nothing to show yet: no swarm answers at /ip4/127.0.0.1/tcp/9/p2p/")
+    dashboard.signal(signal.SIGINT)
+    assert dashboard.code() == INTERRUPTED, dashboard
+    assert dashboard.out.count("\n") == 2, dashboard
 
 
 def test_a_new_link_where_nobody_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

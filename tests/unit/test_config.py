@@ -116,7 +116,8 @@ def test_every_example_loads(path: Path) -> None:
         ("lr = 0.003", "lr = nan", "optimizer.lr should be a finite number"),
         ("seed = 0", "seed = 1.0", "run.seed should be a valid integer"),
         ("seed = 0", 'trainers = ["a", "a"]', "run.trainers names a peer twice"),
-        ("seed = 0", 'trainers = ["a", "b c"]', "run.trainers[1]"),
+        ("seed = 0", 'trainers = ["a", "b c"]', "run.trainers[1] should be a peer id, not 'b c' - "
+         "copy it"),
         ("seed = 0", 'trainers = ["a","b","c","d","e","f"]', "run.trainers"),
         ('name = "demo"', 'name = "\\u001b[31m"', "run.name has characters"),
         ("betas = [0.9, 0.95]", "betas = [0.9, 1.5]", "optimizer.betas[1] should be less than 1"),
@@ -133,7 +134,8 @@ def test_every_example_loads(path: Path) -> None:
          "size is 128 - set model.subspace to a number from 1 to 127, or leave it out"),
         ("stages = 3", "stages = 7", "model.stages is 7 but model.config has 6 layers"),
         ("stages = 3", 'stages = 3\npretrained = "x"', "exactly one of model.config"),
-        ("stages = 3", 'stages = 3\npipeline = "os.system"', "model.pipeline"),
+        ("stages = 3", 'stages = 3\npipeline = "os.system"', "model.pipeline should be of the form "
+         "package.module:object, not 'os.system' - write for example pipeline = "),
         ("hidden_size = 128", "x = 1979-05-27", "model.config.x"),
         ("hidden_size = 128", "x = { a = inf }", "model.config.x.a should be a finite number"),
         ("hidden_size = 128", "auto_map = { }", "model.config.auto_map is refused"),

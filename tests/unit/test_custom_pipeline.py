@@ -571,6 +571,15 @@ def test_a_module_with_a_mistake_is_one_line(
         load_pipeline("a_slip:pipeline")
 
 
+def test_what_a_module_imports_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "imports_much.py").write_text("import not_here.at_all\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="- install not_here on this machine"):
+        load_pipeline("imports_much:pipeline")
+    with pytest.raises(ConfigError, match=r"install the package that has.* \./not_there$"):
+        load_pipeline("not_there.stages:pipeline")
+
+
 def test_a_pipeline_is_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("a_users_package")
     module.pipeline = definition()  # type: ignore[attr-defined]
