@@ -59,7 +59,7 @@ from swarm.net.link import (
 from swarm.net.links import Links
 from swarm.net.records import leader_key
 from swarm.placement import MovePolicy
-from swarm.tasks import TaskSet
+from swarm.tasks import TaskSet, unless
 from swarm.terms import Record, new_incarnation
 from swarm.wire.frames import no_tensors
 from swarm.words import clean, mapping
@@ -171,30 +171,15 @@ class LeaderProcess:
             await stack.enter_async_context(self._on_lan(node))
             self._write_status()  # so that whoever starts it again finds the port that is told now
             self._on_link(self.status.link)
-            final = await self._while_connected(node, trainer)
+            led = await unless(node.transport.lost, trainer.run())
+            if led is None:  # nobody could reach this process again
+                remedy = "start again: the run goes on from here"
+                raise TransportError("the network daemon has died", remedy)
+            final = led.result()
             if final is None:
                 self.status.finish_elsewhere(trainer.steps_elsewhere)
                 self.events.emit("finished", steps=trainer.steps_elsewhere)
             return final
-
-    @staticmethod
-    async def _while_connected(
-        node: Node, trainer: Trainer[dict[str, Any]]
-    ) -> dict[str, Any] | None:
-        """What the trainer comes to. Raises TransportError when the daemon dies: nobody could reach
-        this process again."""
-        running = asyncio.ensure_future(trainer.run())
-        lost = asyncio.ensure_future(node.transport.lost.wait())
-        try:
-            await asyncio.wait((running, lost), return_when=asyncio.FIRST_COMPLETED)
-            if not running.done():
-                remedy = "start again: the run goes on from here"
-                raise TransportError("the network daemon has died", remedy)
-            return await running
-        finally:
-            for each in (running, lost):
-                each.cancel()
-            await asyncio.gather(running, lost, return_exceptions=True)
 
     def _lay_out(self) -> None:
         """Once, before anybody is led: checkpoints and moves ask where replicas wait meanwhile."""

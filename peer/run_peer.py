@@ -44,6 +44,7 @@ from swarm.net.link import (
 )
 from swarm.net.links import Links
 from swarm.net.records import leader_key, peers_key
+from swarm.tasks import unless
 from swarm.terms import new_incarnation
 from swarm.wire.boundaries import BoundaryCodecs
 from swarm.wire.frames import no_tensors
@@ -149,7 +150,8 @@ class PeerProcess:
             self.say("connecting")
             node = await self._open()
             try:
-                if await self._while_connected(node, device):
+                # Without its network daemon nobody could reach this process.
+                if await unless(node.transport.lost, self._join(node, device)) is not None:
                     return
             finally:
                 await node.close()
@@ -161,22 +163,6 @@ class PeerProcess:
             if clock() - began > SAY_EVERY_S:
                 pause = FIRST_PAUSE_S
             pause = await self._rest(pause)
-
-    async def _while_connected(self, node: Node, device: str) -> bool:
-        """Serve by this node; whether to the end, rather than to that of its network daemon, after
-        which nobody could reach this process."""
-        serving = asyncio.create_task(self._join(node, device))
-        lost = asyncio.create_task(node.transport.lost.wait())
-        try:
-            await asyncio.wait((serving, lost), return_when=asyncio.FIRST_COMPLETED)
-            if not serving.done():
-                return False
-            await serving
-        finally:
-            for task in (serving, lost):
-                task.cancel()
-            await asyncio.gather(serving, lost, return_exceptions=True)
-        return True
 
     async def _join(self, node: Node, device: str) -> None:
         links = Links(

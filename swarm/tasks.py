@@ -50,6 +50,27 @@ class TaskSet:
         )
 
 
+async def unless(
+    event: asyncio.Event, work: Coroutine[Any, Any, T], name: str = ""
+) -> asyncio.Task[T] | None:
+    """Work until `event` is set: the task if it ended first, whose error is raised, else None.
+
+    Nothing of it goes on afterwards, also when this is cancelled.
+    """
+    working = asyncio.create_task(work, name=name or None)
+    waiting = asyncio.create_task(event.wait())
+    try:
+        await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            return None
+        await working
+        return working
+    finally:
+        for task in (working, waiting):
+            task.cancel()
+        await asyncio.gather(working, waiting, return_exceptions=True)
+
+
 async def as_answered(
     calls: Iterable[Coroutine[Any, Any, T]], patience_s: float
 ) -> AsyncGenerator[asyncio.Task[T], None]:

@@ -26,7 +26,7 @@ from swarm.net.identity import Identity, claim_identity
 from swarm.net.libp2p import Libp2pTransport
 from swarm.net.link import JoinLink
 from swarm.net.links import Links
-from swarm.tasks import TaskSet
+from swarm.tasks import unless
 from swarm.terms import new_incarnation
 from web.app import create_app
 from web.board import Board
@@ -131,13 +131,7 @@ class Dashboard:
                 board,
                 changed=lambda: publish(board, broadcast),
             )
-            tasks = TaskSet()
-            stack.push_async_callback(tasks.aclose)
-            collecting = tasks.spawn(collector.run(), "collector")
-            lost = tasks.spawn(transport.lost.wait(), "daemon")
-            await asyncio.wait((collecting, lost), return_when=asyncio.FIRST_COMPLETED)
-            if collecting.done():
-                collecting.result()
+            await unless(transport.lost, collector.run())
 
 
 def publish(board: Board, broadcast: Broadcast) -> None:

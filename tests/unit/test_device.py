@@ -113,11 +113,9 @@ def test_what_a_peer_receives_lands_where_its_device_wants_it(
 
         class Peer(PeerProcess):
             async def _open(self) -> Any:
-                return SimpleNamespace(transport=network.transport("peer"), close=other.aclose)
-
-            async def _while_connected(self, node: Any, device: str) -> bool:
-                await self._join(node, device)
-                return True
+                transport: Any = network.transport("peer")
+                transport.lost = asyncio.Event()
+                return SimpleNamespace(transport=transport, close=other.aclose)
 
             async def _fetch_config(self, links: Links) -> Any:
                 for each in (links, links.another_life("peer#2", {})):

@@ -171,14 +171,16 @@ class Unlucky(PeerProcess):
         async def close() -> None:
             pass
 
-        return SimpleNamespace(close=close)
+        return SimpleNamespace(close=close, transport=SimpleNamespace(lost=asyncio.Event()))
 
-    async def _while_connected(self, node: Any, device: str) -> bool:
+    async def _join(self, node: Any, device: str) -> None:
         self._remember_link([self.met.partition("@")[2]])
         end = self.ends.pop(0)
         if isinstance(end, Exception):
             raise end
-        return bool(end)
+        if not end:
+            node.transport.lost.set()
+            await asyncio.Event().wait()
 
 
 @pytest.mark.parametrize("last", [True, JoinError("another run")])

@@ -1,12 +1,15 @@
-"""Calls made at once: in the order of their answers, and none that waits for another for long."""
+"""Calls made at once: in the order of their answers, and none that waits for another for long.
+Work that goes on unless an event is set."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
+
+import pytest
 
 from swarm.sim.virtual_time import run
-from swarm.tasks import as_answered
+from swarm.tasks import as_answered, unless
 
 PATIENCE_S = 1.0
 
@@ -65,3 +68,30 @@ def test_of_nothing_there_is_no_answer() -> None:
         assert [task async for task in as_answered([], PATIENCE_S)] == []
 
     run(main(), limit_s=1.0)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_work_that_ends_before_the_event(fails: bool) -> None:
+    async def main() -> None:
+        with pytest.raises(ValueError, match="work") if fails else nullcontext():
+            done = await unless(asyncio.Event(), Calls()("work", 1.0, fails=fails))
+            assert done is not None
+            assert done.result() == "work"
+        assert len(asyncio.all_tasks()) == 1
+
+    run(main(), limit_s=10.0)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_nothing_of_the_work_outlives_the_event(cancelled: bool) -> None:
+    async def main() -> None:
+        call, event, loop = Calls(), asyncio.Event(), asyncio.get_running_loop()
+        going = asyncio.create_task(unless(event, call("work", 9.0)))
+        loop.call_later(1.0, going.cancel if cancelled else event.set)
+        with pytest.raises(asyncio.CancelledError) if cancelled else nullcontext():
+            assert await going is None
+        assert call.cancelled == ["work"]
+        assert len(asyncio.all_tasks()) == 1
+        assert loop.time() == pytest.approx(1.0, abs=0.1)
+
+    run(main(), limit_s=10.0)
