@@ -50,14 +50,12 @@ class TaskSet:
         )
 
 
-async def unless(
-    event: asyncio.Event, work: Coroutine[Any, Any, T], name: str = ""
-) -> asyncio.Task[T] | None:
+async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> asyncio.Task[T] | None:
     """Work until `event` is set: the task if it ended first, whose error is raised, else None.
 
     Nothing of it goes on afterwards, also when this is cancelled.
     """
-    working = asyncio.create_task(work, name=name or None)
+    working = asyncio.create_task(work)
     waiting = asyncio.create_task(event.wait())
     try:
         await asyncio.wait((working, waiting), return_when=asyncio.FIRST_COMPLETED)

@@ -28,6 +28,7 @@ from swarm.net.link import JoinLink
 from swarm.net.links import Links
 from swarm.tasks import unless
 from swarm.terms import new_incarnation
+from swarm.words import clean
 from web.app import create_app
 from web.board import Board
 from web.broadcast import Broadcast
@@ -40,6 +41,7 @@ DEFAULT_PORT = 8765
 TICK_S = 1.0
 MAX_CONNECTIONS = 256  # of one address
 PROXIES = ("127.0.0.1", "::1")  # where a reverse proxy is, with everybody's connections
+MAX_LINE_CHARS = 1_000
 IDLE_S = 20  # until a connection on which no request is under way is closed
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
 
@@ -109,7 +111,8 @@ class Dashboard:
                     raise
                 log.info("%s; trying again", error)
                 if pause == FIRST_PAUSE_S:
-                    on_trouble(f"nothing to show yet: {error.message}; trying again")
+                    line = f"nothing to show yet: {error.message}; trying again"
+                    on_trouble(clean(line, MAX_LINE_CHARS))
             await asyncio.sleep(pause)
             pause = min(pause * 2, LONGEST_PAUSE_S)
 
