@@ -20,6 +20,7 @@ def run_dashboard(
     from peer.interrupt import until_interrupted
     from peer.places import data_home
     from peer.serve import JOIN_VARIABLE, last_swarm, read_link, refuse_empty_link
+    from peer.streams import forgive_lost_lines
     from web.serve import Dashboard
 
     refuse_empty_link(join)
@@ -33,6 +34,7 @@ def run_dashboard(
         port=port,
         show_join=not hide_join,
     )
+    forgive_lost_lines()
     until_interrupted(
         dashboard.run(
             lambda url: print(f"dashboard: {url}", flush=True),

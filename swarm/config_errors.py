@@ -68,7 +68,7 @@ def describe(error: ValidationError, root: type[BaseModel]) -> tuple[str, str]:
         message = f"should be greater than or equal to {first['ctx']['ge']:g}"
     if first["type"] == "too_long":
         message = f"should have at most {first['ctx']['max_length']} items"
-    return f"{name} {message}, not {_shown(first['input'])}{more}", ""
+    return f"{name} {message}, not {shown(first['input'])}{more}", ""
 
 
 def _meant(location: tuple[int | str, ...], root: type[BaseModel]) -> str:
@@ -138,7 +138,8 @@ def _dotted(location: tuple[int | str, ...]) -> str:
     return name or "the file"
 
 
-def _shown(value: object) -> str:
+def shown(value: object) -> str:
+    """A value as a line names it: in TOML's words, and no more of it than 60 characters."""
     if isinstance(value, bool):
         text = str(value).lower()
     else:

@@ -26,6 +26,7 @@ from pydantic import (
 )
 
 from swarm.ahead import NONE, Ahead
+from swarm.config_errors import shown
 from swarm.config_model import check_model_config, check_subspace_size, complete_model_config
 from swarm.run_id import canonical_bytes, run_id_of
 
@@ -41,15 +42,15 @@ def _like(pattern: str, wanted: str, remedy: str = "") -> AfterValidator:
 
     def check(text: str) -> str:
         if not matches(text):
-            raise ValueError(f"should be {wanted}, not {text[:60]!r}", remedy)
+            raise ValueError(f"should be {wanted}, not {shown(text)}", remedy)
         return text
 
     return AfterValidator(check)
 
 
-Sha256 = Annotated[str, _like("[0-9a-f]{64}", "64 hexadecimal digits")]
+Sha256 = Annotated[str, _like("[0-9a-f]{64}", "64 lowercase hexadecimal digits")]
 PeerId = Annotated[
-    str, _like("[A-Za-z0-9_.-]{1,128}", "a peer id", "copy it from what swarm status shows")
+    str, _like("[A-Za-z0-9_.-]{1,128}", "a peer id", "`swarm id` prints that of its machine")
 ]
 LocalPath = Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
 ObjectName = Annotated[

@@ -1,4 +1,5 @@
-"""Background tasks that belong to one object and end with it; calls made at once."""
+"""Background tasks that belong to one object and end with it; calls made at once; work that an
+event ends."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class TaskSet:
 async def unless(event: asyncio.Event, work: Coroutine[Any, Any, T]) -> asyncio.Task[T] | None:
     """Work until `event` is set: the task if it ended first, whose error is raised, else None.
 
-    Nothing of it goes on afterwards, also when this is cancelled.
+    Nothing of it goes on afterwards, also when this is cancelled; what it returns or raises while
+    it is being ended is lost.
     """
     working = asyncio.create_task(work)
     waiting = asyncio.create_task(event.wait())

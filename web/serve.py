@@ -73,7 +73,7 @@ class Dashboard:
         on_url: Callable[[str], None] = lambda url: None,
         on_trouble: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """Until cancelled; `on_trouble` is told once why the swarm is not there. Raises
+        """Until cancelled; `on_trouble` is told, once, that the swarm cannot be joined. Raises
         ListenError, StorageError, or JoinError for what time cannot mend (another run or
         version)."""
         with contextlib.ExitStack() as stack:
@@ -99,7 +99,7 @@ class Dashboard:
         on_trouble: Callable[[str], None],
     ) -> None:
         """Be in the swarm, and come back to it."""
-        pause = FIRST_PAUSE_S
+        pause, told = FIRST_PAUSE_S, False
         while True:
             try:
                 await self._in_the_swarm(identity, board, broadcast)
@@ -110,9 +110,9 @@ class Dashboard:
                 if isinstance(error, JoinError) and "serves run" in error.message:
                     raise
                 log.info("%s; trying again", error)
-                if pause == FIRST_PAUSE_S:
-                    line = f"nothing to show yet: {error.message}; trying again"
-                    on_trouble(clean(line, MAX_LINE_CHARS))
+                if not told:
+                    on_trouble(clean(f"cannot join the swarm yet: {error}", MAX_LINE_CHARS))
+                told = True
             await asyncio.sleep(pause)
             pause = min(pause * 2, LONGEST_PAUSE_S)
 

@@ -42,10 +42,12 @@ def fail_in_one_line(debug: bool) -> Iterator[None]:
         _check_directory()
         try:
             yield
-        except OSError as error:
+        except (OSError, ExceptionGroup) as caught:
+            error = _first(caught)
             # What it says last, to a terminal that was closed or a `tee` that had the same Ctrl-C.
             interrupted = isinstance(error.__context__, KeyboardInterrupt)
-            if not interrupted and not isinstance(error, BrokenPipeError):  # `swarm status | head`
+            gone = isinstance(error, BrokenPipeError)  # `swarm status | head`
+            if not (gone or (interrupted and isinstance(error, OSError))):
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             sys.exit(INTERRUPTED if interrupted else READER_GONE)

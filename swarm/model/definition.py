@@ -137,14 +137,9 @@ def load_pipeline(name: str) -> Pipeline:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        missing = error.name if isinstance(error, ModuleNotFoundError) else None
-        if missing and not f"{module_name}.".startswith(f"{missing}."):
-            remedy = f"install {missing} on this machine, or mend what imports it (--debug)"
-        else:
-            package = module_name.partition(".")[0]
-            remedy = f"install the package that has it here, e.g. pip install ./{package}"
         raise ConfigError(
-            f"[model] pipeline: cannot import {module_name} ({error})", remedy
+            f"[model] pipeline: cannot import {module_name} ({error})",
+            _remedy_for(error, module_name),
         ) from error
     except SwarmError:
         raise
@@ -160,3 +155,16 @@ def load_pipeline(name: str) -> Pipeline:
             "name the object that Pipeline(...) was assigned to",
         )
     return pipeline
+
+
+def _remedy_for(error: ImportError, module_name: str) -> str:
+    """What to do when `module_name` cannot be imported: it may itself import what is not there."""
+    mine = module_name.partition(".")[0]
+    missing, _, inner = (error.name or "").partition(".")
+    if not isinstance(error, ModuleNotFoundError) or not missing:
+        return "mend it; --debug shows where"
+    if missing != mine:
+        return f"install {'another ' if inner else ''}{missing} on this machine"
+    if error.name == mine:
+        return f"install the package that has it on this machine, e.g. pip install ./{mine}"
+    return f"name a module that {mine} has, or mend it; --debug shows where"

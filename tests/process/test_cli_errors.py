@@ -434,6 +434,19 @@ def test_a_reader_that_has_gone_ends_it_without_a_word(tmp_path: Path) -> None:
     os.close(writes)
 
 
+def test_a_reader_that_goes_later_ends_it_without_a_word() -> None:
+    """Also from among the tasks of a server: `swarm dashboard | head -1`."""
+    command = command_of("dashboard", "--join", DEAD, "--port", "0")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True) as dashboard:
+        assert dashboard.stdout is not None
+        assert dashboard.stdout.readline().startswith("dashboard: ")
+        dashboard.stdout.close()
+        assert dashboard.wait() == READER_GONE
+        assert dashboard.stderr is not None
+        assert dashboard.stderr.read() == ""
+
+
 @pytest.mark.parametrize("module", ["numpy.linalg", "torch._ops", "torch.nn"])
 @pytest.mark.parametrize("command", ["up", "train", "chaos"])
 def test_ctrl_c_among_the_imports(tmp_path: Path, command: str, module: str) -> None:
@@ -578,10 +591,10 @@ def test_a_dead_address_is_tried_again(forks: Forks) -> None:
     assert peer.out.endswith("left\n")
 
 
-def test_a_dashboard_says_that_it_has_nothing_to_show(forks: Forks) -> None:
+def test_a_dashboard_says_that_it_cannot_join(forks: Forks) -> None:
     """Its page says so too; it is not given up, for a leader may come back."""
     dashboard = forks.swarm("dashboard", "--join", DEAD, "--port", "0")
-    dashboard.says("nothing to show yet: no swarm answers at /ip4/127.0.0.1/tcp/9/p2p/")
+    dashboard.says("cannot join the swarm yet: no swarm answers at /ip4/127.0.0.1/tcp/9/p2p/")
     dashboard.signal(signal.SIGINT)
     assert dashboard.code() == INTERRUPTED, dashboard
     assert dashboard.out.count("\n") == 2, dashboard

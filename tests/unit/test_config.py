@@ -117,7 +117,9 @@ def test_every_example_loads(path: Path) -> None:
         ("seed = 0", "seed = 1.0", "run.seed should be a valid integer"),
         ("seed = 0", 'trainers = ["a", "a"]', "run.trainers names a peer twice"),
         ("seed = 0", 'trainers = ["a", "b c"]', "run.trainers[1] should be a peer id, not 'b c' - "
-         "copy it"),
+         "`swarm id` prints"),
+        ('source = "stdlib"', f'source = "stdlib"\ntrain_sha256 = "{"A" * 64}"',
+         "data.train_sha256 should be 64 lowercase hexadecimal digits, not 'AAA"),
         ("seed = 0", 'trainers = ["a","b","c","d","e","f"]', "run.trainers"),
         ('name = "demo"', 'name = "\\u001b[31m"', "run.name has characters"),
         ("betas = [0.9, 0.95]", "betas = [0.9, 1.5]", "optimizer.betas[1] should be less than 1"),

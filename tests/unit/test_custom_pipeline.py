@@ -572,10 +572,19 @@ def test_a_module_with_a_mistake_is_one_line(
 
 
 def test_what_a_module_imports_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "imports_much.py").write_text("import not_here.at_all\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ConfigError, match="- install not_here on this machine"):
-        load_pipeline("imports_much:pipeline")
+    for number, (line, remedy) in enumerate(
+        [
+            ("import not_here.at_all", "install not_here on this machine"),
+            ("import torch.not_here", "install another torch on this machine"),
+            ("from torch import not_here", "mend it; --debug shows where"),
+            ("import my_package_3.other", "name a module that my_package_3 has, or mend it; "),
+        ]
+    ):
+        (tmp_path / f"my_package_{number}").mkdir()
+        (tmp_path / f"my_package_{number}" / "__init__.py").write_text(f"{line}\n")
+        with pytest.raises(ConfigError, match=f" - {remedy}"):
+            load_pipeline(f"my_package_{number}:pipeline")
     with pytest.raises(ConfigError, match=r"install the package that has.* \./not_there$"):
         load_pipeline("not_there.stages:pipeline")
 
