@@ -6,8 +6,10 @@ it sleeps, so that sides can take turns on one machine without paying their star
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -69,6 +71,14 @@ def serve_lines(answer: Callable[[Mapping[str, Any]], Mapping[str, Any] | None])
         reply = answer(json.loads(line))
         if reply is not None:
             print(json.dumps(reply), flush=True)
+
+
+def positive(text: str) -> float:
+    """For `argparse`: a number above 0 that is finite."""
+    value = float(text)
+    if not (value > 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return value
 
 
 def commit() -> str | None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from _namespaces import DEVICE, PREFIX, LabError, ip, remove_left_behind, requir
 from _profiles import PROFILES, Home
 
 NETWORK = "10.77.0"
+MAX_HOSTS = 254  # of one such network
 MTU = 1500
 ALLOWED = Path("/proc/sys/net/ipv4/tcp_allowed_congestion_control")
 HUB_END_S = 10.0
@@ -172,5 +174,7 @@ def allow(congestion: str) -> None:
 
 
 def _first_in_line() -> None:
-    """The hub's clock is the experiment's: it runs before what it carries."""
+    """The hub's clock is the experiment's: it runs before what it carries. And Ctrl-C, which a
+    terminal tells it too, is the lab's to answer: it ends when its input closes."""
     os.nice(-15)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # stays so over exec

@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+CONGESTION = ("cubic", "bbr")  # control of TCP; the first is Linux's own
 BUFFER_S = 0.1  # what a home router buffers, in time at the rate of its line
 SMALLEST_BUFFER_BYTES = 64_000
 

@@ -22,12 +22,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from _helpers import end_politely, print_results, result
-from _lab import FORKED, Lab
+from _helpers import end_politely, positive, print_results, result
+from _lab import FORKED, MAX_HOSTS, Lab
 from _measured import ended, given, measured_anew, said, traffic_of
-from _namespaces import DEVICE, LabError
+from _namespaces import DEVICE, LabError, require_root
 from _plots import all_reduce as plot
-from _profiles import PROFILES
+from _profiles import CONGESTION, PROFILES
 from all_reduce import Members
 
 from swarm.averaging.plan import balanced_shares, learned_rates
@@ -76,7 +76,7 @@ def measure(
                 # Whoever follows a side that used the same connections finds TCP awake.
                 first = trial % len(sides)
                 for side, connections in [*sides.items()][first:] + [*sides.items()][:first]:
-                    elements = int(options.mb * 1_000_000) // 4
+                    elements = int(options.mb * 1_000_000) // FLOAT32_BYTES
                     before = [traffic_of(host).sent for host in lab.hosts]
                     took = members.round(
                         side="ours" if connections else side,
@@ -162,8 +162,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--profiles", nargs="+", default=["fibre", "home"], choices=list(PROFILES))
     parser.add_argument("--members", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--congestion", nargs="+", default=["cubic", "bbr"])
-    parser.add_argument("--mb", type=float, default=16, help="of float32")
+    parser.add_argument("--congestion", nargs="+", default=CONGESTION, choices=CONGESTION)
+    parser.add_argument("--mb", type=positive, default=16, help="of float32")
     parser.add_argument("--connections", type=int, nargs="+", default=[1], help="in turn")
     parser.add_argument(
         "--split", action="store_true", help="also in parts by what each line was seen to do"
@@ -173,12 +173,15 @@ def main() -> None:
     parser.add_argument("--keep-window", action="store_true", help="no slow start after a pause")
     parser.add_argument("--plot", type=Path, help="also draw the curve over connections, as PNG")
     options = parser.parse_args()
-    if min(options.members) < 2 or min(options.rounds, options.mb) <= 0:
-        parser.error("--members is 2 or more, --rounds and --mb are above 0")
+    if not set(options.members) <= set(range(2, MAX_HOSTS + 1)) or options.rounds <= 0:
+        parser.error(f"--members is 2 to {MAX_HOSTS}, --rounds above 0")
+    if options.mb * 1_000_000 < FLOAT32_BYTES:
+        parser.error("--mb is too little for one number")
     if not set(options.connections) <= set(range(1, MAX_CONNECTIONS + 1)):
         parser.error(f"--connections is 1 to {MAX_CONNECTIONS}")
     if options.split and 1 not in options.connections:
         parser.error("--split is compared with one connection: leave --connections out")
+    require_root()
     end_politely()
     results, curve = [], []
     print(

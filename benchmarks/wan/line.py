@@ -19,12 +19,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import _plots
-from _helpers import end_politely, print_results, result
+from _helpers import end_politely, positive, print_results, result
 from _kept import Row, keep, kept, newest, stamp
 from _lab import Host, Lab
 from _measured import Measured, kinds
-from _namespaces import LabError
-from _profiles import PROFILES
+from _namespaces import LabError, require_root
+from _profiles import CONGESTION, PROFILES
 
 KEPT = Path("runs/wan/line.jsonl")
 FIELDS = ("profile", "congestion", "line", "what", "connections")
@@ -84,13 +84,17 @@ def line_of(row: Row) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--profiles", nargs="+", default=list(PROFILES), choices=list(PROFILES))
-    parser.add_argument("--congestion", nargs="+", default=["cubic", "bbr"])
+    parser.add_argument("--congestion", nargs="+", default=CONGESTION, choices=CONGESTION)
     parser.add_argument("--connections", nargs="+", type=int, default=[1, 2, 4, 8, 16])
-    parser.add_argument("--seconds", type=float, default=4.0, help="of each")
+    parser.add_argument("--seconds", type=positive, default=4.0, help="of each")
     parser.add_argument("--kept", type=Path, default=KEPT, metavar="FILE")
     parser.add_argument("--show", action="store_true", help="only what is in FILE; run nothing")
     parser.add_argument("--plot", type=Path, help="also draw the curve over connections, as PNG")
     options = parser.parse_args()
+    if options.kept.is_dir():
+        parser.error(f"--kept is a file, and {options.kept} a directory")
+    if not options.show:
+        require_root()
     end_politely()
     run = stamp()
     print(f"{'profile':8} {'TCP':6} {'':28}{'measured':>17}   configured")

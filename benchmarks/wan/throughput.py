@@ -34,7 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import _plots
-from _helpers import Helper, commit, end_politely, print_results, result
+from _helpers import Helper, commit, end_politely, positive, print_results, result
 from _kept import (
     ALIKE,
     GOALS,
@@ -52,10 +52,10 @@ from _kept import (
 from _lab import FORKED, Lab
 from _lab_swarm import lab_swarm
 from _measured import ended, given, measured_anew, said
-from _namespaces import DEVICE, LabError
+from _namespaces import DEVICE, LabError, require_root
 from _paced_swarm import CONNECTIONS
 from _pipeline_config import pipeline_config
-from _profiles import PROFILES
+from _profiles import CONGESTION, PROFILES
 from _wide import Sizes, wide
 
 from swarm.config import RunConfig
@@ -69,7 +69,6 @@ REAL_MICROBATCH, REAL_SEQUENCE = 8, 256
 GRACE_S = 60.0  # after the limit
 OVER_TORCH, TORCH_ON = 5.0, "home"
 KEPT = Path("runs/wan/throughput.jsonl")
-CONGESTION = ("cubic", "bbr")
 MASTER_PORT = 29_500  # every host of the lab has its ports to itself
 
 
@@ -252,27 +251,32 @@ def main() -> None:
     parser.add_argument(
         "--connections", type=int, nargs="+", default=[1], help="of peers, for averaging; in turn"
     )
-    parser.add_argument("--seconds", type=float, default=20.0, help="to measure each for")
+    parser.add_argument("--seconds", type=positive, default=20.0, help="to measure each for")
     parser.add_argument("--steps", type=int, default=20, help="at most, of each")
     parser.add_argument("--rounds", type=int, default=1, help="of all of it in turn; medians count")
     parser.add_argument("--policy", default="exact", choices=["exact", "delayed"])
     parser.add_argument(
-        "--ahead", type=float, default=1.0, metavar="SHARE", help="of a step, with `delayed`"
+        "--ahead", type=float, metavar="SHARE", help="of a step, with `delayed`; all, unless told"
     )
     parser.add_argument(
         "--keep-window", action="store_true", help="hosts with tcp_slow_start_after_idle = 0"
     )
     parser.add_argument("--torch", action="store_true", help="also torch's pipelining and DDP")
     parser.add_argument("--real", action="store_true", help="a real model instead of a paced one")
-    parser.add_argument("--limit", type=float, default=1800.0, help="seconds for a step or more")
+    parser.add_argument("--limit", type=positive, default=1800.0, help="seconds for a step or more")
     parser.add_argument("--kept", type=Path, default=KEPT, metavar="FILE")
     parser.add_argument("--show", action="store_true", help="only what is in FILE; run nothing")
     parser.add_argument("--plot", type=Path, help="also draw the shares in FILE, as PNG")
     options = parser.parse_args()
+    if options.ahead is not None and options.policy != "delayed":
+        parser.error("--ahead is for --policy delayed")
+    options.ahead = 1.0 if options.ahead is None else options.ahead
     if not 0 < options.ahead <= 1:
         parser.error("--ahead is above 0 and at most 1")
-    if min(options.limit, options.seconds, options.rounds, options.steps) <= 0:
-        parser.error("--limit, --seconds, --rounds and --steps are above 0")
+    if min(options.rounds, options.steps) <= 0:
+        parser.error("--rounds and --steps are above 0")
+    if options.kept.is_dir():
+        parser.error(f"--kept is a file, and {options.kept} a directory")
     if options.parameters < 0 or not set(options.connections) <= set(range(1, MAX_CONNECTIONS + 1)):
         parser.error(f"--parameters is at least 0, --connections 1 to {MAX_CONNECTIONS}")
     if options.connections != [1] and options.real:
@@ -284,6 +288,7 @@ def main() -> None:
     end_politely()
     run, made_by = stamp(), commit()
     if not options.show:
+        require_root()
         alone = "" if options.real else f"stages alone: {ideal(options):.0f} tokens/s; "
         print(f"{alone}{tokens_of(options):,} tokens a step")
         print(HEADER)

@@ -29,7 +29,7 @@ from _helpers import end_politely, print_results, result
 from _lab import Lab
 from _lab_swarm import lab_swarm
 from _measured import Traffic, given, said, traffic_of
-from _namespaces import LabError
+from _namespaces import LabError, require_root
 from convergence import SEQUENCE, SIZE, STAGES, sections
 
 from swarm.averaging.plan import make_plan
@@ -157,6 +157,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.steps < 1 or not set(options.subspace) <= set(range(1, HIDDEN)):
         parser.error(f"--steps is at least 1, --subspace 1 to {HIDDEN - 1}")
+    require_root()
     end_politely()
     results = boundaries(options)
     if not options.no_averaging:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "wan"))  # scr
 import _lab
 import _measured
 import averaging
+import line
+import throughput
+import wire_bytes
 from _lab import Host, Lab
 from _measured import Measured, Window
 from _namespaces import LabError
@@ -168,3 +172,63 @@ def test_a_lab_that_breaks_costs_one_measurement_once_more() -> None:
         with pytest.raises(RuntimeError, match="a rank") if failures > 1 else nullcontext():
             assert _measured.measured_anew(measure) == "a figure"
         assert not tries
+
+
+def test_ctrl_c_in_a_terminal_leaves_the_hub_to_the_lab(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told too, and would end with a traceback before it is asked for its summary."""
+    script = tmp_path / "hub.py"
+    script.write_text(
+        "import json, signal, sys\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.read()\n"
+        "print(json.dumps({'ignored': signal.getsignal(signal.SIGINT) == signal.SIG_IGN}))\n"
+    )
+    monkeypatch.setattr(_lab, "HUB", script)
+    monkeypatch.setattr(_lab.os, "nice", lambda by: 0)  # may need root
+    lab = Lab("home", 2)
+    lab._start_hub()
+    assert lab.close() == {"ignored": True}
+
+
+@pytest.mark.parametrize("script", [averaging, line, throughput, wire_bytes])
+def test_who_is_not_root_is_told_before_anything_else(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["script"])
+    monkeypatch.setattr(script, "end_politely", lambda: None)
+    monkeypatch.setattr("os.geteuid", lambda: 65534)
+    with pytest.raises(LabError, match="needs root"):
+        script.main()
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "remedy"),
+    [
+        (averaging, "--mb nan", "nan is not a number above 0"),
+        (averaging, "--mb inf", "inf is not a number above 0"),
+        (averaging, "--mb 1e-9", "--mb is too little for one number"),
+        (averaging, "--members 4 400", "--members is 2 to 254"),
+        (averaging, "--congestion vegas", "choose from 'cubic', 'bbr'|choose from cubic, bbr"),
+        (line, "--seconds 0", "0 is not a number above 0"),
+        (line, "--kept /", "--kept is a file, and / a directory"),
+        (throughput, "--seconds nan", "nan is not a number above 0"),
+        (throughput, "--limit -1", "-1 is not a number above 0"),
+        (throughput, "--ahead 0.5", "--ahead is for --policy delayed"),
+        (throughput, "--show --kept /", "--kept is a file, and / a directory"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_words(
+    script: ModuleType,
+    arguments: str,
+    remedy: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["script", *arguments.split()])
+    with pytest.raises(SystemExit) as exit_:
+        script.main()
+    assert exit_.value.code == 2
+    assert re.search(remedy, capsys.readouterr().err.splitlines()[-1])
