@@ -32,7 +32,10 @@ from swarm.terms import Record
 PARENT = "parent.json"
 BRING_BACK = "bring it back, go on from another with --resume, or begin elsewhere with --dir"
 RESTORE = "restore them, use the version that wrote them, name another with --resume"
-SAME_MODEL = "resume with the [model] it was trained with; its cut may differ"
+SAME_MODEL = (
+    "resume with the [model], and with a subspace the run.seed, that it was trained with; its cut "
+    "may differ"
+)
 
 
 class CheckpointReader:

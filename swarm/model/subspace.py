@@ -46,7 +46,10 @@ FROZEN_SCALE = 20.0
 # What families call the projections that write to the residual stream.
 WRITERS = ("o_proj", "down_proj", "c_proj", "out_proj", "dense", "dense_4h_to_h", "fc2", "fc_out",
            "w2")  # fmt: skip
-NOT_WRITERS = "use llama, qwen3, gpt2 without dropout or the like, or leave subspace out"
+NOT_WRITERS = (
+    "use llama, qwen3 or the like, or gpt2 with embd_pdrop, attn_pdrop and resid_pdrop of 0; or "
+    "leave subspace out"
+)
 
 
 class Basis:
@@ -98,11 +101,13 @@ class Basis:
                 f"set it to at most {total}, or leave it out",
             )
         if self.layers < sending:
+            remedy = f"set it to {sending} in a new run"
+            if self.layers >= len(cut) - 1:  # one for each stage before the last
+                remedy += f", or let the last stage begin after at most {self.layers} layers"
             raise PipelineError(
                 f"[model] subspace_layers is {self.layers}, but with {list(cut)} layers a stage "
                 f"{sending} come before the last",
-                f"let the last stage begin after at most {self.layers} layers; a new run may set "
-                f"subspace_layers to {sending} instead",
+                remedy,
             )
 
     def to(self, device: str | torch.device) -> Basis:
@@ -198,8 +203,8 @@ def constrain(model: Any, anatomy: Anatomy, basis: Basis) -> None:
         ]
         if len(writers) < 2:
             raise PipelineError(
-                f"subspace: layer {index} of {type(model).__name__} has {len(writers)} projections "
-                "that could write to the residual stream, 2 or more expected",
+                f"subspace: in layer {index} of {type(model).__name__} {len(writers)} of what "
+                "writes to the residual stream could be found, and 2 or more should be",
                 NOT_WRITERS,
             )
         for name, module in writers:

@@ -499,6 +499,7 @@ def test_resuming_with_another_width_is_refused_in_one_line(tmp_path: Path) -> N
         resume(tmp_path / "run", tmp_path / "new", wider)
     assert refused.value.message.endswith("is (256, 16) instead of (256, 32)")
     assert "[model]" in refused.value.remedy
+    assert "run.seed" in refused.value.remedy
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "new").exists()
 

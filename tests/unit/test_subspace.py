@@ -106,10 +106,12 @@ def test_the_last_layers_are_those_of_a_plain_model(given: int | None, narrow: i
 
 def test_all_that_sends_writes_into_the_subspace() -> None:
     a_pipeline(stages=3, cut=(1, 1, 2), subspace_layers=2)
-    with pytest.raises(PipelineError, match=r"with \[1, 2, 1\] layers a stage 3 come before"):
+    with pytest.raises(PipelineError, match=r"with \[1, 2, 1\] layers a stage 3 come before") as no:
         a_pipeline(stages=3, cut=(1, 2, 1), subspace_layers=2)
-    with pytest.raises(PipelineError, match="2 come before"):
+    assert no.value.remedy.endswith("let the last stage begin after at most 2 layers")
+    with pytest.raises(PipelineError, match="2 come before") as no:
         a_pipeline(stages=3, subspace_layers=1)
+    assert no.value.remedy == "set it to 2 in a new run", "no cut leaves less"
     with pytest.raises(PipelineError, match="subspace_layers is 5 but the model has 4 layers"):
         a_pipeline(subspace_layers=5)
 
@@ -139,7 +141,7 @@ def test_parameters_mean_something_in_their_own_subspace_alone() -> None:
         ("gpt2", {"embd_pdrop": 0.1}, "what enters layer 0"),
         ("gemma2", {"head_dim": 16}, "no plain embedding"),
         ("olmo2", {}, "layer 0 adds"),
-        ("mixtral", {"num_local_experts": 4}, "1 projections"),
+        ("mixtral", {"num_local_experts": 4}, "layer 0 of MixtralForCausalLM 1 of what writes"),
         ("bloom", {}, "LayerNorm"),
         # experts in a layer of a tiny model that must not have them, in its last layer alone, which
         # may but stands for one that must not, and in none of its layers
