@@ -81,6 +81,14 @@ def positive(text: str) -> float:
     return value
 
 
+def file_path(text: str) -> Path:
+    """For `argparse`: a file, which need not exist yet."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{text} is a directory, and should be a file")
+    return path
+
+
 def commit() -> str | None:
     """What this program is of, if git knows. Asked before a run: it takes longer than an edit."""
     command = ["git", "describe", "--always", "--dirty"]

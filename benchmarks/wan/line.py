@@ -19,7 +19,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import _plots
-from _helpers import end_politely, positive, print_results, result
+from _helpers import end_politely, file_path, positive, print_results, result
 from _kept import Row, keep, kept, newest, stamp
 from _lab import Host, Lab
 from _measured import Measured, kinds
@@ -87,12 +87,10 @@ def main() -> None:
     parser.add_argument("--congestion", nargs="+", default=CONGESTION, choices=CONGESTION)
     parser.add_argument("--connections", nargs="+", type=int, default=[1, 2, 4, 8, 16])
     parser.add_argument("--seconds", type=positive, default=4.0, help="of each")
-    parser.add_argument("--kept", type=Path, default=KEPT, metavar="FILE")
+    parser.add_argument("--kept", type=file_path, default=KEPT, metavar="FILE")
     parser.add_argument("--show", action="store_true", help="only what is in FILE; run nothing")
     parser.add_argument("--plot", type=Path, help="also draw the curve over connections, as PNG")
     options = parser.parse_args()
-    if options.kept.is_dir():
-        parser.error(f"--kept is a file, and {options.kept} a directory")
     if not options.show:
         require_root()
     end_politely()

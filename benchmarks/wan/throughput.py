@@ -34,7 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import _plots
-from _helpers import Helper, commit, end_politely, positive, print_results, result
+from _helpers import Helper, commit, end_politely, file_path, positive, print_results, result
 from _kept import (
     ALIKE,
     GOALS,
@@ -264,7 +264,7 @@ def main() -> None:
     parser.add_argument("--torch", action="store_true", help="also torch's pipelining and DDP")
     parser.add_argument("--real", action="store_true", help="a real model instead of a paced one")
     parser.add_argument("--limit", type=positive, default=1800.0, help="seconds for a step or more")
-    parser.add_argument("--kept", type=Path, default=KEPT, metavar="FILE")
+    parser.add_argument("--kept", type=file_path, default=KEPT, metavar="FILE")
     parser.add_argument("--show", action="store_true", help="only what is in FILE; run nothing")
     parser.add_argument("--plot", type=Path, help="also draw the shares in FILE, as PNG")
     options = parser.parse_args()
@@ -275,8 +275,6 @@ def main() -> None:
         parser.error("--ahead is above 0 and at most 1")
     if min(options.rounds, options.steps) <= 0:
         parser.error("--rounds and --steps are above 0")
-    if options.kept.is_dir():
-        parser.error(f"--kept is a file, and {options.kept} a directory")
     if options.parameters < 0 or not set(options.connections) <= set(range(1, MAX_CONNECTIONS + 1)):
         parser.error(f"--parameters is at least 0, --connections 1 to {MAX_CONNECTIONS}")
     if options.connections != [1] and options.real:

@@ -213,11 +213,11 @@ def test_who_is_not_root_is_told_before_anything_else(
         (averaging, "--members 4 400", "--members is 2 to 254"),
         (averaging, "--congestion vegas", "choose from 'cubic', 'bbr'|choose from cubic, bbr"),
         (line, "--seconds 0", "0 is not a number above 0"),
-        (line, "--kept /", "--kept is a file, and / a directory"),
+        (line, "--kept /", "--kept: / is a directory, and should be a file"),
         (throughput, "--seconds nan", "nan is not a number above 0"),
         (throughput, "--limit -1", "-1 is not a number above 0"),
         (throughput, "--ahead 0.5", "--ahead is for --policy delayed"),
-        (throughput, "--show --kept /", "--kept is a file, and / a directory"),
+        (throughput, "--show --kept /", "--kept: / is a directory, and should be a file"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_words(
