@@ -55,8 +55,8 @@ from peer.cli.checks import check_device_name
 from peer.launch import be_exact, choose_device, plan_of
 from swarm.averaging.all_reduce import GroupAllReduce
 from swarm.config import RunConfig, parse_config
-from swarm.config_fields import Codec
 from swarm.config_text import DEMO_MODEL
+from swarm.config_types import Codec
 from swarm.data import build_dataset
 from swarm.delayed_state import State, new_state
 from swarm.errors import ConfigError, SwarmError

@@ -3,21 +3,17 @@
 A field's description is its documentation: docs/run.md and the file that `swarm init` writes are
 generated from these (`swarm.config_text`). Checks of one field stand beside it, checks across
 fields in the section that sees them all; their messages name the keys in full. A ValueError's
-second argument, if it has one, is the remedy. Types are strict: `"3"` is no number.
+second argument, if it has one, is the remedy.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     JsonValue,
     StringConstraints,
@@ -26,54 +22,20 @@ from pydantic import (
 )
 
 from swarm.ahead import NONE, Ahead
-from swarm.config_errors import shown
 from swarm.config_model import check_model_config, check_subspace_size, complete_model_config
+from swarm.config_types import (
+    Codec,
+    Count,
+    CountOrZero,
+    LocalPath,
+    ObjectName,
+    PeerId,
+    Section,
+    Sha256,
+    like,
+    list_to_tuple,
+)
 from swarm.run_id import canonical_bytes, run_id_of
-
-Codec = Literal[
-    "float32", "float16", "bfloat16", "int8", "int4",
-    "float32+zstd", "float16+zstd", "bfloat16+zstd", "int8+zstd", "int4+zstd",
-]  # fmt: skip
-
-
-def _like(pattern: str, wanted: str, remedy: str = "") -> AfterValidator:
-    """Text that is all of `pattern`; whoever writes another is told in words what is wanted."""
-    matches = re.compile(pattern).fullmatch
-
-    def check(text: str) -> str:
-        if not matches(text):
-            raise ValueError(f"should be {wanted}, not {shown(text)}", remedy)
-        return text
-
-    return AfterValidator(check)
-
-
-Sha256 = Annotated[str, _like("[0-9a-f]{64}", "64 lowercase hexadecimal digits")]
-PeerId = Annotated[
-    str, _like("[A-Za-z0-9_.-]{1,128}", "a peer id", "`swarm id` prints that of its machine")
-]
-LocalPath = Annotated[str, StringConstraints(min_length=1, max_length=4096, pattern=r"^[^\x00]+$")]
-ObjectName = Annotated[
-    str,
-    StringConstraints(max_length=255),
-    _like(
-        "[A-Za-z_][A-Za-z0-9_.]*:[A-Za-z_][A-Za-z0-9_]*",
-        "of the form package.module:object",
-        'write for example pipeline = "swarm_digits:pipeline"',
-    ),
-]
-Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
-CountOrZero = Annotated[int, Field(ge=0, le=2**31 - 1)]
-
-
-def _list_to_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
-    )
 
 
 class RunSection(Section):
@@ -88,7 +50,7 @@ class RunSection(Section):
         le=2**63 - 1,
         description="Decides initial weights, data order and dropout, whatever the cut.",
     )
-    trainers: Annotated[tuple[PeerId, ...], BeforeValidator(_list_to_tuple)] = Field(
+    trainers: Annotated[tuple[PeerId, ...], BeforeValidator(list_to_tuple)] = Field(
         default=(),
         max_length=5,
         description="Peer ids that may lead; orders from any other are refused. "
@@ -136,7 +98,7 @@ class ModelSection(Section):
     stages: int = Field(
         ge=1, le=1024, description="Number of stages. With cut it may be left out: cut says it too."
     )
-    cut: Annotated[tuple[Count, ...], BeforeValidator(_list_to_tuple)] | None = Field(
+    cut: Annotated[tuple[Count, ...], BeforeValidator(list_to_tuple)] | None = Field(
         default=None,
         description="Layers per stage, as in [2, 2, 2]. Left out: balanced by cost.",
     )
@@ -263,7 +225,7 @@ class OptimizerSection(Section):
     name: Annotated[
         str,
         StringConstraints(max_length=64),
-        _like("[A-Za-z][A-Za-z0-9]*", "the name of a class", 'write for example name = "adamw"'),
+        like("[A-Za-z][A-Za-z0-9]*", "the name of a class", 'write for example name = "adamw"'),
     ] = Field(
         default="adamw",
         description="adamw and sgd are built in and give the same bits on every machine; any "
@@ -272,7 +234,7 @@ class OptimizerSection(Section):
     lr: float = Field(default=1e-3, gt=0, description="Peak learning rate.")
     betas: Annotated[
         tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]],
-        BeforeValidator(_list_to_tuple),
+        BeforeValidator(list_to_tuple),
     ] = Field(default=(0.9, 0.95), description="Decay of Adam's two averages.")
     eps: float = Field(
         default=1e-8,
@@ -383,7 +345,7 @@ class WireSection(Section):
     backward: Codec | None = Field(
         default=None, description="Codec of the gradients of activations. Left out: activations."
     )
-    boundaries: Annotated[tuple[BoundarySection, ...], BeforeValidator(_list_to_tuple)] = Field(
+    boundaries: Annotated[tuple[BoundarySection, ...], BeforeValidator(list_to_tuple)] = Field(
         default=(),
         max_length=1023,
         description="Other codecs for single boundaries, each a table of boundary, forward and "

@@ -34,7 +34,7 @@ from convergence import SEQUENCE, SIZE, STAGES, sections
 
 from swarm.averaging.plan import make_plan
 from swarm.config import RunConfig, parse_config
-from swarm.config_fields import Codec
+from swarm.config_types import Codec
 
 CODECS = get_args(Codec)
 THIN = ("float32", "float16", "bfloat16", "int8", "int4")  # of a subspace

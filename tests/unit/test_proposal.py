@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from peer.cli.swarm_program import app
 from peer.plan import of_run, read_machines, text_of, work_of
 from swarm.config import parse_config
-from swarm.config_fields import Codec
 from swarm.config_text import DEMO_MODEL
+from swarm.config_types import Codec
 from swarm.errors import ConfigError
 from swarm.model import build_pipeline
 from swarm.placement.proposal import CODEC_BYTES, Device, Work, place, propose
