@@ -26,7 +26,6 @@ T = TypeVar("T")
 BLOCK = 1 << 16
 WARM_UP_SHARE = 0.4  # of the time of a measurement: slow start is not the line's rate
 START_S, START_EACH_S = 0.5, 0.1  # until all clients that are started at once send
-TIMES = struct.Struct("!dd")  # when a window opens and closes
 PINGS = 10
 ETHERNET_BYTES = 14  # that a bridge's device counts around an IP packet
 SECONDS = 1.5  # of a rate, where it only goes with another result
@@ -48,30 +47,21 @@ def traffic_of(host: Host) -> Traffic:
     return Traffic(received - around * received_packets, sent - around * sent_packets)
 
 
-class Window:
-    """When bytes count: from `opens` to `closes`, on the monotonic clock, which all hosts share.
+class Mark(NamedTuple):
+    """Bytes that have come to a host by this time of the monotonic clock, which all hosts share."""
 
-    The same for all connections that are measured together, and never from the arrival of a first
-    block on: one that stood still and then brings all at once would look endlessly fast."""
+    at: float
+    bytes: int
 
-    def __init__(self, opens: float, closes: float) -> None:
-        self.opens, self.closes, self.bytes = opens, closes, 0
 
-    def take(self, size: int, now: float) -> bool:
-        """False: it is over, and `size` bytes are not counted."""
-        if now > self.closes:
-            return False
-        if now >= self.opens:
-            self.bytes += size
-        return True
-
-    @property
-    def bits_per_s(self) -> float:
-        return 8 * self.bytes / (self.closes - self.opens)
+def mbps(opened: Mark, closed: Mark) -> float:
+    """What the line carried in between. By what a program reads a rate is up to half too high: what
+    comes behind a lost packet reaches it in one piece, once that was sent again."""
+    return 8e-6 * (closed.bytes - opened.bytes) / (closed.at - opened.at)
 
 
 def serve() -> None:
-    """The other end: echoes single bytes, swallows streams and says at what rate they came."""
+    """The other end: echoes single bytes, swallows streams."""
     with socket.create_server(("0.0.0.0", 0), backlog=64) as listener:
         print(listener.getsockname()[1], flush=True)
         while True:
@@ -87,15 +77,7 @@ def _answer(connection: socket.socket) -> None:
             while data := connection.recv(1):
                 connection.sendall(data)
             return
-        times = connection.recv(TIMES.size, socket.MSG_WAITALL)
-        if len(times) < TIMES.size:
-            return
-        window = Window(*TIMES.unpack(times))
-        while (data := connection.recv(BLOCK)) and window.take(len(data), time.monotonic()):
-            pass
-        connection.sendall(json.dumps(window.bits_per_s).encode())
-        # Closed with bytes unread it would reset the connection, and a lost answer would stay lost.
-        with contextlib.suppress(ConnectionResetError):
+        with contextlib.suppress(ConnectionResetError):  # as a sender ends what is under way
             while connection.recv(BLOCK):
                 pass
 
@@ -108,7 +90,8 @@ def ping(address: str, port: int) -> None:
         for _ in range(PINGS):
             begun = time.perf_counter()
             connection.sendall(b"x")
-            _heard(connection)
+            if not connection.recv(1):
+                raise ConnectionError("the server has gone")
             times.append(time.perf_counter() - begun)
     print(json.dumps(statistics.median(times)), flush=True)
 
@@ -117,20 +100,16 @@ def send(address: str, port: int, opens: float, closes: float) -> None:
     with socket.create_connection((address, port)) as connection:
         if time.monotonic() > opens:
             raise TimeoutError("a sender began too late")
-        connection.sendall(b"s" + TIMES.pack(opens, closes))
+        connection.sendall(b"s")
         block = bytes(BLOCK)
-        while not select.select([connection], [connection], [])[0]:
-            connection.send(block, socket.MSG_DONTWAIT)
-        print(_heard(connection).decode(), flush=True)
+        while (left := closes - time.monotonic()) > 0:
+            readable, writable, _ = select.select([connection], [connection], [], left)
+            if readable:  # it never says anything
+                raise ConnectionError("the server has gone")
+            if writable:
+                connection.send(block, socket.MSG_DONTWAIT)
         # What is still to be sent is thrown away: the line is free for the next measurement.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-
-def _heard(connection: socket.socket) -> bytes:
-    answer = connection.recv(64)
-    if not answer:
-        raise ConnectionError("the server has gone")
-    return answer
 
 
 class Measured:
@@ -164,11 +143,17 @@ class Measured:
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         return self.lab.run(host, command, **pipes, text=True)
 
-    def ask(self, hosts: Sequence[Host], *arguments: str) -> list[float]:
-        """Run a client in each of the hosts at once; what each found."""
+    def ask(
+        self,
+        hosts: Sequence[Host],
+        *arguments: str,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> list[str]:
+        """Run a client in each of the hosts at once; what each prints."""
         server = (self.lab.hosts[0].address, str(self.port))
         clients = [self._start(host, arguments[0], *server, *arguments[1:]) for host in hosts]
         try:
+            meanwhile()
             heard = [client.communicate() for client in clients]
         finally:  # also when interrupted: without a hub they would wait for a quarter of an hour
             for client in clients:
@@ -176,16 +161,25 @@ class Measured:
         for host, client, (_, errors) in zip(hosts, clients, heard, strict=True):
             if client.returncode != 0:
                 raise _failed(arguments[0], host, errors)
-        return [float(found) for found, _ in heard]
+        return [found for found, _ in heard]
 
     def round_trip_ms(self, host: Host) -> float:
-        return round(1e3 * self.ask([host], "ping")[0], 2)
+        return round(1e3 * float(self.ask([host], "ping")[0]), 2)
 
     def up_mbps(self, hosts: Sequence[Host], seconds: float) -> float:
-        """Of all connections together, one from each of the hosts (which may be named twice)."""
+        """Of all connections together, one from each of the hosts (which may be named twice), by
+        the device of the server's host."""
         begins = time.monotonic() + START_S + START_EACH_S * len(hosts)
         times = (begins + WARM_UP_SHARE * seconds, begins + seconds)
-        return round(sum(self.ask(hosts, "send", *map(str, times))) / 1e6, 2)
+        marks: list[Mark] = []
+
+        def watch() -> None:
+            for each in times:
+                time.sleep(max(0.0, each - time.monotonic()))
+                marks.append(Mark(time.monotonic(), traffic_of(self.lab.hosts[0]).received))
+
+        self.ask(hosts, "send", *map(str, times), meanwhile=watch)
+        return round(mbps(*marks), 2)
 
 
 def _failed(what: str, host: Host, errors: str) -> LabError:

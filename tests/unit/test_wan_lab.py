@@ -22,7 +22,7 @@ import line
 import throughput
 import wire_bytes
 from _lab import Host, Lab
-from _measured import Measured, Window
+from _measured import Mark, Measured, Traffic
 from _namespaces import LabError
 
 
@@ -53,27 +53,45 @@ def test_a_server_that_does_not_start_is_one_line_and_ended() -> None:
     assert [each.returncode for each in lab.started] == [1]
 
 
+class Counts:
+    """In place of the counters of a device: a megabyte more whenever they are read."""
+
+    def __init__(self) -> None:
+        self.received = 0
+
+    def __call__(self, host: Host) -> Traffic:
+        self.received += 1_000_000
+        return Traffic(self.received, 0)
+
+
 def test_a_rate_is_what_came_while_the_window_was_open() -> None:
-    steady, burst, late = (Window(10.0, 12.0) for _ in range(3))
-    assert all(steady.take(1000, 9.0 + 0.25 * n) for n in range(13))  # the last at 12.0
-    assert not steady.take(1000, 12.1)
-    assert steady.bits_per_s == 8 * 9 * 1000 / 2
-    assert burst.take(5000, 11.999), "all at once, after long silence: it is no line of 40 Mbit/s"
-    assert burst.bits_per_s == 8 * 5000 / 2
-    assert not late.take(5000, 12.5)
-    assert late.bits_per_s == 0
+    assert _measured.mbps(Mark(10.0, 5_000_000), Mark(12.0, 7_500_000)) == pytest.approx(10.0)
+    assert _measured.mbps(Mark(10.0, 5_000_000), Mark(12.0, 5_000_000)) == 0
+
+
+def test_a_rate_is_that_of_the_servers_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its programs read of a stream comes late, and then all at once."""
+    lab, counts = Here(), Counts()
+    monkeypatch.setattr(_measured, "traffic_of", counts)
+    with measured(lab) as server:
+        seconds = 0.5
+        most = 8 / (seconds * (1 - _measured.WARM_UP_SHARE))
+        assert 0 < server.up_mbps([lab.hosts[1]] * 2, seconds) <= most * 1.01
+    assert counts.received == 2_000_000
 
 
 def test_a_sender_that_begins_when_the_window_is_open_is_no_figure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(_measured, "START_S", -1.0)
+    monkeypatch.setattr(_measured, "traffic_of", Counts())
     lab = Here()
     with measured(lab) as server, pytest.raises(LabError, match=r"TimeoutError: a sender began"):
         server.up_mbps([lab.hosts[1]], 0.1)
 
 
-def test_a_client_that_dies_is_no_figure() -> None:
+def test_a_client_that_dies_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_measured, "traffic_of", Counts())
     lab = Here()
     with measured(lab) as server:
         client = lab.hosts[1]
