@@ -43,7 +43,6 @@ from swarm.config import RunConfig
 from swarm.errors import ConfigError, StageFailedError, SwarmError
 from swarm.net.identity import load_identity
 from swarm.tasks import TaskSet
-from swarm.wire.boundaries import BACKWARD, FORWARD, BoundaryCodecs
 
 SAMPLE_S = 2.0
 FRESH_S = 1.5
@@ -364,16 +363,9 @@ def run_chaos(
 
 def refuse_what_rounds(config: RunConfig) -> None:
     """Raises ConfigError for settings with which no swarm has the bits of one process (I6)."""
-    codecs = BoundaryCodecs.of(config)
-    wire = {
-        codecs.name(boundary, direction)
-        for boundary in range(config.model.stages - 1)
-        for direction in (FORWARD, BACKWARD)
-    }
-    rounded = sorted({*wire, config.wire.gradients} - {"float32", "float32+zstd"})
-    if config.update.accumulate != "float64":
-        rounded.append(f'update.accumulate = "{config.update.accumulate}"')
-    if rounded:
+    from peer.launch import what_rounds
+
+    if rounded := what_rounds(config):
         raise ConfigError(
             f"chaos compares all bits with one process, and this run rounds: {', '.join(rounded)}",
             'set the codecs in [wire] to "float32" and update.accumulate to "float64"',

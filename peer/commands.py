@@ -293,7 +293,14 @@ def run_baseline(
 ) -> None:
     """`swarm baseline`: the oracle."""
     from peer.baseline import Baseline
-    from peer.launch import be_exact, choose_device, plan_of, steps_to_train, whole_model
+    from peer.launch import (
+        be_exact,
+        choose_device,
+        plan_of,
+        steps_to_train,
+        what_rounds,
+        whole_model,
+    )
     from peer.report import ReportWriter, final_report
     from peer.take_over import read_newest
     from peer.view import plain_line
@@ -323,6 +330,8 @@ def run_baseline(
             whole, _ = read_newest(resume, config, oracle.pipeline, dataset.tokenizer, print)
             oracle.resume(whole.snapshot(0))
             print(f"resuming from step {whole.step}")
+        if rounded := what_rounds(config):
+            print(f"a swarm of this run rounds ({', '.join(rounded)}), and ends with other bits")
         began, tokens = time.monotonic(), 0
         for result in oracle.steps(num_steps):
             tokens += result.tokens

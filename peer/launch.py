@@ -35,6 +35,7 @@ from swarm.net.libp2p import Libp2pTransport
 from swarm.net.link import farthest_first
 from swarm.optim import numerics_fingerprint
 from swarm.schedule import Schedule
+from swarm.wire.boundaries import BACKWARD, FORWARD, BoundaryCodecs
 
 log = logging.getLogger(__name__)
 ANNOUNCE_S = 20.0
@@ -93,6 +94,20 @@ def whole_model(config: RunConfig) -> ModelPipeline:
 def has_portable_optimizer(config: RunConfig) -> bool:
     """Whether the optimizer gives the same bits on unlike machines (`swarm.optim`)."""
     return config.optimizer.name in ("adamw", "sgd")
+
+
+def what_rounds(config: RunConfig) -> list[str]:
+    """Settings with which a swarm has other bits than one process (I6)."""
+    codecs = BoundaryCodecs.of(config)
+    wire = {
+        codecs.name(boundary, direction)
+        for boundary in range(config.model.stages - 1)
+        for direction in (FORWARD, BACKWARD)
+    }
+    rounded = sorted({*wire, config.wire.gradients} - {"float32", "float32+zstd"})
+    if config.update.accumulate != "float64":
+        rounded.append(f'update.accumulate = "{config.update.accumulate}"')
+    return rounded
 
 
 def numerics_of(config: RunConfig, device: str) -> str:

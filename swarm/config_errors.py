@@ -43,6 +43,7 @@ TOML_WORDS = {
     "dict_type": "should be a table",
     "bool_type": "should be true or false",
 }
+MEANING = "docs/run.md says what it may be"
 JSON_TAGS = ("dict", "list", "float", "int", "str", "bool")
 
 
@@ -68,7 +69,7 @@ def describe(error: ValidationError, root: type[BaseModel]) -> tuple[str, str]:
         message = f"should be greater than or equal to {first['ctx']['ge']:g}"
     if first["type"] == "too_long":
         message = f"should have at most {first['ctx']['max_length']} items"
-    return f"{name} {message}, not {shown(first['input'])}{more}", ""
+    return f"{name} {message}, not {shown(first['input'])}{more}", MEANING
 
 
 def _meant(location: tuple[int | str, ...], root: type[BaseModel]) -> str:

@@ -91,6 +91,8 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="only what is in FILE; run nothing")
     parser.add_argument("--plot", type=Path, help="also draw the curve over connections, as PNG")
     options = parser.parse_args()
+    if options.show and not options.kept.exists():
+        parser.error(f"--show: there is no {options.kept}; measure first, or name it with --kept")
     if not options.show:
         require_root()
     end_politely()

@@ -268,6 +268,8 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="only what is in FILE; run nothing")
     parser.add_argument("--plot", type=Path, help="also draw the shares in FILE, as PNG")
     options = parser.parse_args()
+    if options.show and not options.kept.exists():
+        parser.error(f"--show: there is no {options.kept}; measure first, or name it with --kept")
     if options.ahead is not None and options.policy != "delayed":
         parser.error("--ahead is for --policy delayed")
     options.ahead = 1.0 if options.ahead is None else options.ahead

@@ -110,7 +110,8 @@ def test_every_example_loads(path: Path) -> None:
          "optimizer.clip_norm?"),
         ("seed = 0", "zzz = 0", "unknown key run.zzz - docs/run.md"),
         ("lr = 0.003", "lr = -3", "optimizer.lr should be greater than 0, not -3"),
-        ("lr = 0.003", 'lr = "3"', "optimizer.lr should be a valid number, not '3'"),
+        ("lr = 0.003", 'lr = "3"', "optimizer.lr should be a valid number, not '3' - "
+         "docs/run.md says what it may be"),
         ("eps = 1e-08", "eps = 1e-50", "optimizer.eps should be greater than or equal to 1e-37"),
         ("lr = 0.003", "lr = true", "optimizer.lr should be a valid number"),
         ("lr = 0.003", "lr = nan", "optimizer.lr should be a finite number"),

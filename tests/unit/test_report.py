@@ -151,6 +151,27 @@ def test_a_baselines_last_line_has_a_hash_of_each_stage(tmp_path: Path) -> None:
     assert len({final["sha256"], *final["stages"]}) == 4
 
 
+def test_a_baseline_of_a_run_that_rounds_says_that_a_swarm_ends_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run.toml"
+    run.write_text(DIGITS.read_text() + '\n[wire]\nforward = "int8"\n')
+    for each, said in (
+        (run, ["a swarm of this run rounds (int8), and ends with other bits"]),
+        (DIGITS, []),
+    ):
+        run_baseline(
+            each,
+            steps=1,
+            report=None,
+            threads=torch.get_num_threads(),
+            device="cpu",
+            resume=None,
+        )
+        out = capsys.readouterr().out.splitlines()
+        assert [line for line in out if "rounds" in line] == said
+
+
 def test_without_a_path_nothing_is_written() -> None:
     with ReportWriter(None, RUN) as writer:
         writer.step({"step": 0, "loss": 1.0})

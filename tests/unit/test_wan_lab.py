@@ -235,6 +235,8 @@ def test_who_is_not_root_is_told_before_anything_else(
         (throughput, "--seconds nan", "nan is not a number above 0"),
         (throughput, "--limit -1", "-1 is not a number above 0"),
         (throughput, "--ahead 0.5", "--ahead is for --policy delayed"),
+        (line, "--show --kept /no/file", "--show: there is no /no/file; measure first"),
+        (throughput, "--show --kept /no/file", "--show: there is no /no/file; measure first"),
         (throughput, "--show --kept /", "--kept: / is a directory, and should be a file"),
     ],
 )
