@@ -81,6 +81,15 @@ def positive(text: str) -> float:
     return value
 
 
+def whole_number(text: str, most: int | None = None) -> int:
+    """For `argparse`: a whole number from 1 to `most`."""
+    value = int(text) if text.strip().isdecimal() else 0
+    if value < 1 or (most is not None and value > most):
+        wanted = "above 0" if most is None else f"from 1 to {most}"
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number {wanted}")
+    return value
+
+
 def file_path(text: str) -> Path:
     """For `argparse`: a file, which need not exist yet."""
     path = Path(text)

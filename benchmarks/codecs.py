@@ -26,7 +26,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from _helpers import print_results, result
+from _helpers import print_results, result, whole_number
 
 from swarm.wire.codecs import codec_for, codec_names, decode, encode
 
@@ -92,8 +92,10 @@ def error(tensor: torch.Tensor, codec: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=40, help="training steps of the small net")
+    parser.add_argument("--rounds", type=whole_number, default=7)
+    parser.add_argument(
+        "--steps", type=whole_number, default=40, help="training steps of the small net"
+    )
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -515,6 +515,8 @@ def main() -> None:
     for name in ("tokens", "validation_tokens", "microbatches", "microbatch_size", "threads"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} is at least 1")
+    if options.show and not options.directory.is_dir():
+        parser.error(f"--show: there is no directory {options.directory}")
     if any(hidden < HEAD or hidden % HEAD for hidden in options.hidden):
         parser.error(f"--hidden is of multiples of {HEAD}, the size of an attention head")
     wanted = [(h, s) for h in options.hidden for s in options.settings.split(",")]

@@ -19,7 +19,7 @@ import asyncio
 import statistics
 import sys
 
-from _helpers import print_results, result
+from _helpers import print_results, result, whole_number
 from _one_card import compare, run_config
 
 from peer.launch import be_exact, choose_device
@@ -31,7 +31,7 @@ APART = 1e-3  # of losses that are the same up to rounding
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:i")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=whole_number, default=5)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=512)

@@ -22,7 +22,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from _helpers import children_of, cpu_seconds, memory_mib, print_results, result
+from _helpers import children_of, cpu_seconds, memory_mib, print_results, result, whole_number
 from _pipeline_config import pipeline_config
 from _watched_swarm import FREE_STEPS, SOCKETS, WatchedSwarm
 
@@ -149,7 +149,7 @@ async def measure(options: argparse.Namespace) -> dict[str, list[float]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=whole_number, default=5)
     parser.add_argument("--microbatches", type=int, default=4, help="per step")
     parser.add_argument("--microbatch-size", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=256)

@@ -23,7 +23,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from _helpers import Helper, children_of, cpu_seconds, print_results, result
+from _helpers import Helper, children_of, cpu_seconds, print_results, result, whole_number
 from _pipeline_config import STAGES, pipeline_config
 from _watched_swarm import SOCKETS, WatchedSwarm
 
@@ -213,7 +213,7 @@ def show_cpu(swarm: list[float], others: dict[str, list[float]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=whole_number, default=5)
     parser.add_argument("--microbatches", type=int, default=64, help="per step of the swarm")
     parser.add_argument("--torch-microbatches", type=int, default=TORCH_MICROBATCHES)
     parser.add_argument("--microbatch-size", type=int, default=8)

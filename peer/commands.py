@@ -331,7 +331,7 @@ def run_baseline(
             oracle.resume(whole.snapshot(0))
             print(f"resuming from step {whole.step}")
         if rounded := what_rounds(config):
-            print(f"a swarm of this run rounds ({', '.join(rounded)}), and ends with other bits")
+            print(f"a swarm of this run rounds ({', '.join(rounded)}), and may end with other bits")
         began, tokens = time.monotonic(), 0
         for result in oracle.steps(num_steps):
             tokens += result.tokens

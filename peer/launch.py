@@ -97,7 +97,7 @@ def has_portable_optimizer(config: RunConfig) -> bool:
 
 
 def what_rounds(config: RunConfig) -> list[str]:
-    """Settings with which a swarm has other bits than one process (I6)."""
+    """Settings with which a swarm may have other bits than one process (I6)."""
     codecs = BoundaryCodecs.of(config)
     wire = {
         codecs.name(boundary, direction)

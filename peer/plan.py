@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from swarm.averaging.plan import contribution_bytes
 from swarm.config import RunConfig, WireSection, load_config
+from swarm.config_errors import describe
 from swarm.errors import ConfigError
 from swarm.model import ModelPipeline, build_pipeline
 from swarm.placement.proposal import Device, Layout, Work, place, propose
@@ -72,9 +73,10 @@ def read_machines(path: Path) -> list[Device]:
         what = f"{path} is no TOML: {error}"
         raise ConfigError(what, "docs/simulate.md shows how to list machines") from None
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"{path}: {where}: {first['msg']}", "see docs/simulate.md") from None
+        what, _ = describe(error, _Machines)  # its remedies are of run.toml
+        raise ConfigError(
+            f"{path}: {what}", "docs/simulate.md shows how to list machines"
+        ) from None
     return [
         Device(
             machine.name if machine.count == 1 else f"{machine.name}-{number}",

@@ -7,6 +7,7 @@ then under the names other trainers use for it.
 
 from __future__ import annotations
 
+import datetime
 import difflib
 from collections.abc import Sequence
 from typing import Any, get_args, get_origin
@@ -42,8 +43,8 @@ TOML_WORDS = {
     "model_type": "should be a table",
     "dict_type": "should be a table",
     "bool_type": "should be true or false",
+    "invalid-json-value": "should be a number, text, true or false, a list or a table",
 }
-MEANING = "docs/run.md says what it may be"
 JSON_TAGS = ("dict", "list", "float", "int", "str", "bool")
 
 
@@ -69,7 +70,13 @@ def describe(error: ValidationError, root: type[BaseModel]) -> tuple[str, str]:
         message = f"should be greater than or equal to {first['ctx']['ge']:g}"
     if first["type"] == "too_long":
         message = f"should have at most {first['ctx']['max_length']} items"
-    return f"{name} {message}, not {shown(first['input'])}{more}", MEANING
+    return f"{name} {message}, not {shown(first['input'])}{more}", _meaning(first["loc"])
+
+
+def _meaning(location: tuple[int | str, ...]) -> str:
+    if location[:2] == ("model", "config"):
+        return "Hugging Face's documentation of its model_type says what it may be"
+    return "docs/run.md says what it may be"
 
 
 def _meant(location: tuple[int | str, ...], root: type[BaseModel]) -> str:
@@ -143,6 +150,8 @@ def shown(value: object) -> str:
     """A value as a line names it: in TOML's words, and no more of it than 60 characters."""
     if isinstance(value, bool):
         text = str(value).lower()
+    elif isinstance(value, datetime.date | datetime.time):
+        text = str(value)
     else:
         text = repr(list(value) if isinstance(value, tuple) else value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -146,7 +146,9 @@ class ModelSection(Section):
         if self.subspace is not None and self.config is None:
             raise ValueError("model.subspace needs model.config: it trains from fresh weights")
         if self.subspace_layers is not None and self.subspace is None:
-            raise ValueError("model.subspace_layers needs model.subspace")
+            raise ValueError(
+                "model.subspace_layers needs model.subspace", "set it, or leave subspace_layers out"
+            )
         if self.pretrained_sha256 is not None and self.pretrained is None:
             raise ValueError("model.pretrained_sha256 has no meaning without model.pretrained")
         if self.cut is not None and len(self.cut) != self.stages:

@@ -41,14 +41,20 @@ def keep(path: Path, row: Row) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def kept(path: Path) -> list[Row]:
-    """All rows; none where there is no file. ValueError names a line that is not JSON."""
+def kept(path: Path, fields: Iterable[str] = ()) -> list[Row]:
+    """All rows; none where there is no file. ValueError names a line that is no object of JSON, or
+    lacks one of `fields`."""
     rows: list[Row] = []
-    for number, line in enumerate(path.read_text().splitlines() if path.exists() else [], 1):
+    for number, line in enumerate(path.read_bytes().splitlines() if path.exists() else [], 1):
         try:
-            rows.append({"connections": 1, **json.loads(line)})  # older rows do not say
-        except ValueError:
-            raise ValueError(f"line {number} of {path} is not JSON; delete it") from None
+            row: Row = {"connections": 1, **json.loads(line)}  # older rows do not say
+        except (ValueError, TypeError):
+            raise ValueError(f"line {number} of {path} is no object of JSON; delete it") from None
+        for name in fields:
+            if name not in row:
+                what = f"line {number} of {path} has no {name}, so it is of something else"
+                raise ValueError(f"{what}; name another file with --kept, or delete it")
+        rows.append(row)
     return rows
 
 

@@ -42,6 +42,8 @@ def traffic_of(host: Host) -> Traffic:
     """What has passed the device of a host so far. Of a lab with bursts, each counts one header."""
     with entered(host.namespace), open("/proc/thread-self/net/dev") as table:
         counts = {name.strip(): each.split() for name, _, each in (x.partition(":") for x in table)}
+    if DEVICE not in counts:
+        raise LabError(f"{host.namespace} has lost its device, so the hub has died: start it again")
     received, received_packets, sent, sent_packets = (int(counts[DEVICE][n]) for n in (0, 1, 8, 9))
     around = 0 if host.home else ETHERNET_BYTES  # a TUN device has IP packets only
     return Traffic(received - around * received_packets, sent - around * sent_packets)
@@ -55,8 +57,9 @@ class Mark(NamedTuple):
 
 
 def mbps(opened: Mark, closed: Mark) -> float:
-    """What the line carried in between. By what a program reads a rate is up to half too high: what
-    comes behind a lost packet reaches it in one piece, once that was sent again."""
+    """What the line carried in between, what was sent again too; with the headers of all packets
+    where there are no bursts. By what a program reads of a stream it would be up to a half too
+    much: what comes behind a lost packet reaches it in one piece, once that was sent again."""
     return 8e-6 * (closed.bytes - opened.bytes) / (closed.at - opened.at)
 
 
@@ -151,8 +154,11 @@ class Measured:
     ) -> list[str]:
         """Run a client in each of the hosts at once; what each prints."""
         server = (self.lab.hosts[0].address, str(self.port))
-        clients = [self._start(host, arguments[0], *server, *arguments[1:]) for host in hosts]
+        clients: list[subprocess.Popen[Any]] = []
         try:
+            clients.extend(
+                self._start(host, arguments[0], *server, *arguments[1:]) for host in hosts
+            )
             meanwhile()
             heard = [client.communicate() for client in clients]
         finally:  # also when interrupted: without a hub they would wait for a quarter of an hour

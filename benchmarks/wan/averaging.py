@@ -22,7 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from _helpers import end_politely, positive, print_results, result
+from _helpers import end_politely, positive, print_results, result, whole_number
 from _lab import FORKED, MAX_HOSTS, Lab
 from _measured import ended, given, measured_anew, said, traffic_of
 from _namespaces import DEVICE, LabError, require_root
@@ -164,21 +164,25 @@ def main() -> None:
     parser.add_argument("--members", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--congestion", nargs="+", default=CONGESTION, choices=CONGESTION)
     parser.add_argument("--mb", type=positive, default=16, help="of float32")
-    parser.add_argument("--connections", type=int, nargs="+", default=[1], help="in turn")
+    parser.add_argument(
+        "--connections",
+        type=partial(whole_number, most=MAX_CONNECTIONS),
+        nargs="+",
+        default=[1],
+        help="in turn",
+    )
     parser.add_argument(
         "--split", action="store_true", help="also in parts by what each line was seen to do"
     )
     # Of an even number each of two sides begins, and finds TCP asleep, as often as the other.
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--rounds", type=whole_number, default=6)
     parser.add_argument("--keep-window", action="store_true", help="no slow start after a pause")
     parser.add_argument("--plot", type=Path, help="also draw the curve over connections, as PNG")
     options = parser.parse_args()
-    if not set(options.members) <= set(range(2, MAX_HOSTS + 1)) or options.rounds <= 0:
-        parser.error(f"--members is 2 to {MAX_HOSTS}, --rounds above 0")
+    if not set(options.members) <= set(range(2, MAX_HOSTS + 1)):
+        parser.error(f"--members is 2 to {MAX_HOSTS}")
     if options.mb * 1_000_000 < FLOAT32_BYTES:
         parser.error("--mb is too little for one number")
-    if not set(options.connections) <= set(range(1, MAX_CONNECTIONS + 1)):
-        parser.error(f"--connections is 1 to {MAX_CONNECTIONS}")
     if options.split and 1 not in options.connections:
         parser.error("--split is compared with one connection: leave --connections out")
     require_root()

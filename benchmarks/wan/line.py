@@ -1,4 +1,5 @@
-"""What the lab really gives, per profile: the round trip, and TCP throughput up and together.
+"""What the lab really gives, per profile: the round trip, and what TCP fills of the lines, up and
+together.
 
 A user-space hub has limits of its own, so no figure of the lab means anything without these. Cubic
 and BBR; a curve over connections shows what one alone does not reach. Figures are kept in FILE, and
@@ -13,18 +14,21 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import _plots
-from _helpers import end_politely, file_path, positive, print_results, result
+from _helpers import end_politely, file_path, positive, print_results, result, whole_number
 from _kept import Row, keep, kept, newest, stamp
 from _lab import Host, Lab
 from _measured import Measured, kinds
 from _namespaces import LabError, require_root
 from _profiles import CONGESTION, PROFILES
+
+from swarm.net.transport import MAX_CONNECTIONS
 
 KEPT = Path("runs/wan/line.jsonl")
 FIELDS = ("profile", "congestion", "line", "what", "connections")
@@ -85,14 +89,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--profiles", nargs="+", default=list(PROFILES), choices=list(PROFILES))
     parser.add_argument("--congestion", nargs="+", default=CONGESTION, choices=CONGESTION)
-    parser.add_argument("--connections", nargs="+", type=int, default=[1, 2, 4, 8, 16])
+    parser.add_argument(
+        "--connections",
+        nargs="+",
+        type=partial(whole_number, most=MAX_CONNECTIONS),
+        default=[1, 2, 4, 8, 16],
+    )
     parser.add_argument("--seconds", type=positive, default=4.0, help="of each")
     parser.add_argument("--kept", type=file_path, default=KEPT, metavar="FILE")
     parser.add_argument("--show", action="store_true", help="only what is in FILE; run nothing")
     parser.add_argument("--plot", type=Path, help="also draw the curve over connections, as PNG")
     options = parser.parse_args()
-    if options.show and not options.kept.exists():
-        parser.error(f"--show: there is no {options.kept}; measure first, or name it with --kept")
     if not options.show:
         require_root()
     end_politely()
@@ -107,9 +114,13 @@ def main() -> None:
                 whole = {"run": run, "profile": profile, "congestion": congestion, **row}
                 keep(options.kept, whole)
                 print(line_of(whole), flush=True)
-    rows = newest(kept(options.kept), FIELDS)
+    rows = newest(kept(options.kept, (*FIELDS, "run", "value", "unit", "configured")), FIELDS)
     if options.show:
         rows = [row for row in rows if row["profile"] in options.profiles]
+        if not rows:
+            parser.error(
+                f"nothing of this is in {options.kept}: measure it, or name another --kept"
+            )
         print("\n".join(map(line_of, rows)))
     if options.plot:
         _plots.connections(rows, options.plot)

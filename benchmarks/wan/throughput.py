@@ -34,10 +34,20 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import _plots
-from _helpers import Helper, commit, end_politely, file_path, positive, print_results, result
+from _helpers import (
+    Helper,
+    commit,
+    end_politely,
+    file_path,
+    positive,
+    print_results,
+    result,
+    whole_number,
+)
 from _kept import (
     ALIKE,
     GOALS,
+    MEASURED,
     STEP,
     TORCH,
     Row,
@@ -249,11 +259,17 @@ def main() -> None:
     parser.add_argument("--microbatch-size", type=int, default=MICROBATCH, choices=[1, 2, 4])
     parser.add_argument("--parameters", type=int, default=0, help="of a stage")
     parser.add_argument(
-        "--connections", type=int, nargs="+", default=[1], help="of peers, for averaging; in turn"
+        "--connections",
+        type=partial(whole_number, most=MAX_CONNECTIONS),
+        nargs="+",
+        default=[1],
+        help="of peers, for averaging; in turn",
     )
     parser.add_argument("--seconds", type=positive, default=20.0, help="to measure each for")
-    parser.add_argument("--steps", type=int, default=20, help="at most, of each")
-    parser.add_argument("--rounds", type=int, default=1, help="of all of it in turn; medians count")
+    parser.add_argument("--steps", type=whole_number, default=20, help="at most, of each")
+    parser.add_argument(
+        "--rounds", type=whole_number, default=1, help="of all of it in turn; medians count"
+    )
     parser.add_argument("--policy", default="exact", choices=["exact", "delayed"])
     parser.add_argument(
         "--ahead", type=float, metavar="SHARE", help="of a step, with `delayed`; all, unless told"
@@ -268,17 +284,13 @@ def main() -> None:
     parser.add_argument("--show", action="store_true", help="only what is in FILE; run nothing")
     parser.add_argument("--plot", type=Path, help="also draw the shares in FILE, as PNG")
     options = parser.parse_args()
-    if options.show and not options.kept.exists():
-        parser.error(f"--show: there is no {options.kept}; measure first, or name it with --kept")
     if options.ahead is not None and options.policy != "delayed":
         parser.error("--ahead is for --policy delayed")
     options.ahead = 1.0 if options.ahead is None else options.ahead
     if not 0 < options.ahead <= 1:
         parser.error("--ahead is above 0 and at most 1")
-    if min(options.rounds, options.steps) <= 0:
-        parser.error("--rounds and --steps are above 0")
-    if options.parameters < 0 or not set(options.connections) <= set(range(1, MAX_CONNECTIONS + 1)):
-        parser.error(f"--parameters is at least 0, --connections 1 to {MAX_CONNECTIONS}")
+    if options.parameters < 0:
+        parser.error("--parameters is at least 0")
     if options.connections != [1] and options.real:
         parser.error("--connections is for paced peers")
     if options.microbatches < REPLICAS or options.microbatches % REPLICAS:
@@ -301,10 +313,14 @@ def main() -> None:
                     row = measured_anew(once)
                     keep(options.kept, {"run": run, "commit": made_by, **row})
                     print(line_of(row), flush=True)
-    rows = throughput(kept(options.kept))
+    rows = throughput(kept(options.kept, (*MEASURED, "run", "tokens_per_s", "steps")))
     rows = [row for row in rows if row["profile"] in options.profiles]
     if options.show:
         rows = [row for row in rows if row["setting"] in (*options.settings, TORCH)]
+        if not rows:
+            parser.error(
+                f"nothing of this is in {options.kept}: measure it, or name another --kept"
+            )
         print(f"measured on {', '.join(sorted({str(row.get('commit')) for row in rows}))}")
     else:
         rows = [row for row in rows if row["run"] == run]

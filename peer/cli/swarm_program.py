@@ -411,7 +411,7 @@ def simulate(
 def plan_layout(
     run: RunFile,
     machines: Annotated[
-        Path, typer.Option(help="TOML file of [[machines]]: tflops, memory_gib, up_mbps.")
+        Path, typer.Option(help="TOML file of [[machines]]: name, tflops, memory_gib, up_mbps.")
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     debug: Debug = False,

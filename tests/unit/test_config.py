@@ -139,7 +139,8 @@ def test_every_example_loads(path: Path) -> None:
         ("stages = 3", 'stages = 3\npretrained = "x"', "exactly one of model.config"),
         ("stages = 3", 'stages = 3\npipeline = "os.system"', "model.pipeline should be of the form "
          "package.module:object, not 'os.system' - write for example pipeline = "),
-        ("hidden_size = 128", "x = 1979-05-27", "model.config.x"),
+        ("hidden_size = 128", "x = 1979-05-27", "model.config.x should be a number, text, true or "
+         "false, a list or a table, not 1979-05-27 - Hugging Face's documentation of its"),
         ("hidden_size = 128", "x = { a = inf }", "model.config.x.a should be a finite number"),
         ("hidden_size = 128", "auto_map = { }", "model.config.auto_map is refused"),
         ('model_type = "llama"', "", "model.config needs model_type"),

@@ -216,5 +216,8 @@ def test_no_cut_is_proposed_that_the_run_would_refuse(
 def test_mistakes_in_the_machines_are_named(tmp_path: Path) -> None:
     path = tmp_path / "machines.toml"
     path.write_text("[[machines]]\nname = 'a'\ntflops = 0.0\nmemory_gib = 1.0\nup_mbps = 1.0\n")
-    with pytest.raises(ConfigError, match=r"machines.0.tflops"):
+    with pytest.raises(ConfigError, match=r"machines\[0\]\.tflops should be greater"):
+        read_machines(path)
+    path.write_text("[[machines]]\ntflops = 1.0\nmemory_gib = 1.0\nup_mbps = 1.0\n")
+    with pytest.raises(ConfigError, match=r"machines\[0\]\.name is missing - docs/simulate\.md"):
         read_machines(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -57,11 +58,12 @@ class Counts:
     """In place of the counters of a device: a megabyte more whenever they are read."""
 
     def __init__(self) -> None:
-        self.received = 0
+        self.read: list[float] = []
 
     def __call__(self, host: Host) -> Traffic:
-        self.received += 1_000_000
-        return Traffic(self.received, 0)
+        assert host is Here.hosts[0], "the server's, where all that is sent arrives"
+        self.read.append(time.monotonic())
+        return Traffic(1_000_000 * len(self.read), 0)
 
 
 def test_a_rate_is_what_came_while_the_window_was_open() -> None:
@@ -74,10 +76,50 @@ def test_a_rate_is_that_of_the_servers_device(monkeypatch: pytest.MonkeyPatch) -
     lab, counts = Here(), Counts()
     monkeypatch.setattr(_measured, "traffic_of", counts)
     with measured(lab) as server:
-        seconds = 0.5
-        most = 8 / (seconds * (1 - _measured.WARM_UP_SHARE))
-        assert 0 < server.up_mbps([lab.hosts[1]] * 2, seconds) <= most * 1.01
-    assert counts.received == 2_000_000
+        begun, seconds = time.monotonic(), 0.5
+        rate = server.up_mbps([lab.hosts[1]] * 2, seconds)
+    opened, closed = counts.read
+    assert rate == pytest.approx(8 / (closed - opened), rel=0.01)
+    begins = begun + _measured.START_S + 2 * _measured.START_EACH_S
+    assert opened >= begins + _measured.WARM_UP_SHARE * seconds, "slow start is over"
+    assert closed >= begins + seconds
+
+
+def test_a_device_that_has_gone_is_no_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub that dies takes its devices with it."""
+    monkeypatch.setattr(_measured, "entered", lambda namespace: nullcontext())
+    monkeypatch.setattr(_measured, "DEVICE", "no-such-device")
+    with pytest.raises(LabError, match=r"^lab-1 has lost its device, so the hub has died: start"):
+        _measured.traffic_of(Here.hosts[0])
+
+
+def test_a_server_that_dies_while_it_is_sent_to_is_no_figure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    lab = Here()
+    with measured(lab) as server:
+
+        def die(host: Host) -> Traffic:
+            server.server.kill()
+            server.server.wait()
+            return Traffic(0, 0)
+
+        monkeypatch.setattr(_measured, "traffic_of", die)
+        with pytest.raises(LabError, match=r"^`send` failed in lab-2 \(.*(gone|reset|pipe)"):
+            server.up_mbps([lab.hosts[1]], 0.5)
+
+
+def test_a_server_says_nothing_of_senders_that_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_measured, "traffic_of", Counts())
+    lab = Here()
+    with measured(lab) as server:
+        server.up_mbps([lab.hosts[1]], 0.1)
+        assert server.round_trip_ms(lab.hosts[1]) > 0
+        server.server.kill()
+        _, errors = server.server.communicate()
+    assert not errors
 
 
 def test_a_sender_that_begins_when_the_window_is_open_is_no_figure(
@@ -235,8 +277,10 @@ def test_who_is_not_root_is_told_before_anything_else(
         (throughput, "--seconds nan", "nan is not a number above 0"),
         (throughput, "--limit -1", "-1 is not a number above 0"),
         (throughput, "--ahead 0.5", "--ahead is for --policy delayed"),
-        (line, "--show --kept /no/file", "--show: there is no /no/file; measure first"),
-        (throughput, "--show --kept /no/file", "--show: there is no /no/file; measure first"),
+        (line, "--connections 1 0", "0 is not a whole number from 1 to 16"),
+        (throughput, "--rounds 0", "0 is not a whole number above 0"),
+        (line, "--show --kept /no/file", "nothing of this is in /no/file: measure it"),
+        (throughput, "--show --kept /no/file", "nothing of this is in /no/file: measure it"),
         (throughput, "--show --kept /", "--kept: / is a directory, and should be a file"),
     ],
 )

@@ -59,8 +59,24 @@ def test_what_is_kept_is_read_again(tmp_path: Path) -> None:
     assert kept(path) == rows
     with path.open("a") as file:
         file.write('{"run": "20')
-    with pytest.raises(ValueError, match=r"line 3 of .*rows\.jsonl is not JSON; delete it"):
+    with pytest.raises(ValueError, match=r"line 3 of .*rows\.jsonl is no object of JSON; delete"):
         kept(path)
+
+
+@pytest.mark.parametrize("line", [b"3", b"\xff", b"[]", b"null"])
+def test_a_line_that_is_no_row_is_named(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"run": "2026"}\n' + line)
+    with pytest.raises(ValueError, match=r"line 2 of .* is no object of JSON; delete it"):
+        kept(path)
+
+
+def test_rows_of_another_measurement_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "line.jsonl"
+    keep(path, {"run": "2026", "profile": "lan"})
+    assert kept(path, ["run", "profile", "connections"])
+    with pytest.raises(ValueError, match=r"line 1 of .* has no setting, so it is of something"):
+        kept(path, ["run", "setting"])
 
 
 def test_rounds_count_as_their_median_and_the_newest_run_counts() -> None:
@@ -269,16 +285,18 @@ def test_everything_takes_as_long_as_it_says() -> None:
 
 
 def test_every_command_of_throughput_is_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """That of nothing kept is shown, so each is read to its end and runs nothing."""
+    """With --show each is read to its end, and then there is nothing to show."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(lab_throughput, "end_politely", lambda: None)
     for each in everything.COMMANDS.values():
         file, *arguments = shlex.split(each.command)
         if file == "throughput.py" and "--plot" not in arguments:
             monkeypatch.setattr(sys, "argv", [file, *arguments, "--show"])
-            lab_throughput.main()
+            with pytest.raises(SystemExit):
+                lab_throughput.main()
+            assert "error: nothing of this is in runs/wan/" in capsys.readouterr().err
 
 
 def test_what_the_bridge_gives_is_measured_once_whatever_lines_are() -> None:
