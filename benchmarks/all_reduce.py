@@ -27,8 +27,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from _helpers import whole_number
-
 MEMBER = Path(__file__).with_name("_all_reduce_member.py")
 BARE_GOAL = 1.3
 END_S = 10.0  # for members whose input has closed
@@ -198,7 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--members", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--mb", type=int, nargs="+", default=[16, 100], help="of float32")
-    parser.add_argument("--rounds", type=whole_number, default=5)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-hivemind", dest="hivemind", action="store_false")
     options = parser.parse_args()
     results: list[dict[str, Any]] = []
