@@ -58,12 +58,12 @@ class Counts:
     """In place of the counters of a device: a megabyte more whenever they are read."""
 
     def __init__(self) -> None:
-        self.read: list[float] = []
+        self.read = 0
 
     def __call__(self, host: Host) -> Traffic:
         assert host is Here.hosts[0], "the server's, where all that is sent arrives"
-        self.read.append(time.monotonic())
-        return Traffic(1_000_000 * len(self.read), 0)
+        self.read += 1
+        return Traffic(1_000_000 * self.read, 0)
 
 
 def test_a_rate_is_what_came_while_the_window_was_open() -> None:
@@ -73,21 +73,26 @@ def test_a_rate_is_what_came_while_the_window_was_open() -> None:
 
 def test_a_rate_is_that_of_the_servers_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """What its programs read of a stream comes late, and then all at once."""
-    lab, counts = Here(), Counts()
-    monkeypatch.setattr(_measured, "traffic_of", counts)
+    lab, marks, mbps = Here(), list[Mark](), _measured.mbps
+
+    def noted(opened: Mark, closed: Mark) -> float:
+        marks.extend((opened, closed))
+        return mbps(opened, closed)
+
+    monkeypatch.setattr(_measured, "traffic_of", Counts())
+    monkeypatch.setattr(_measured, "mbps", noted)
     with measured(lab) as server:
         begun, seconds = time.monotonic(), 0.5
         rate = server.up_mbps([lab.hosts[1]] * 2, seconds)
-    opened, closed = counts.read
-    assert rate == pytest.approx(8 / (closed - opened), rel=0.01)
+    opened, closed = marks
+    assert rate == round(mbps(opened, closed), 2)
+    assert (opened.bytes, closed.bytes) == (1_000_000, 2_000_000)
     begins = begun + _measured.START_S + 2 * _measured.START_EACH_S
-    assert opened >= begins + _measured.WARM_UP_SHARE * seconds, "slow start is over"
-    assert closed >= begins + seconds
+    assert opened.at >= begins + _measured.WARM_UP_SHARE * seconds, "slow start is over"
+    assert closed.at >= begins + seconds
 
 
-def test_a_device_that_has_gone_is_no_figure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_device_that_has_gone_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hub that dies takes its devices with it."""
     monkeypatch.setattr(_measured, "entered", lambda namespace: nullcontext())
     monkeypatch.setattr(_measured, "DEVICE", "no-such-device")
